@@ -50,13 +50,12 @@ from tests.device.guard import missing
 from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
-from tests.equivalence.table import find
+from tests.equivalence.table import find, sharded
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
-from training.layouts.sharded import Sharded
 from training.loop import recipe_of
 from training.optimization import Optimizers
 from training.tasks.language import LanguageTask
@@ -114,13 +113,10 @@ EQUAL = f"{SMALL} --num_batches 4 --check_weights --check_output"
 TESTED = ("tests/pipeline/test_pipe.py", "tests/pipeline/test_randomness.py")
 
 
-def checks() -> list[Line]:
-    """Programs, with evaluation, translation, checkpoint and resume, or compared with one process
-    weight by weight; and those tests that take what devices there are."""
-    if not REAL:
-        return [Line("checks", "programs", "on the device without hardware: make test")]
-    n, several = gpus(), max(2, gpus())
-    chains = [  # the lines of one need what those before have written
+def programs(n: int) -> list[list[str]]:
+    """Command lines for n GPUs, in chains: each line needs what those before it have written."""
+    several, heads = max(2, n), max(t for t in (1, 2, 4) if t <= n)  # gpt2-mini has four
+    return [
         [f"run_data_parallel.py --world_size {several} {SMALL} --n_epochs 1 --workdir workdir",
          f"run_data_parallel.py --world_size {several} {SMALL} --n_epochs 2 --workdir workdir "
          "--resume",
@@ -130,13 +126,20 @@ def checks() -> list[Line]:
         [f"train.py ddp --world_size {several} {EQUAL} --workdir ddp"],
         [f"train.py fsdp --world_size {n} {EQUAL} --workdir fsdp"],
         [f"train.py pipeline --world_size {n} {EQUAL} --schedule zb --workdir pipeline"],
-        [f"train.py tensor --world_size {n} {EQUAL} --workdir tensor"],
+        [f"train.py tensor --world_size {heads} {EQUAL} --workdir tensor"],
         ["train.py single --vgg_width 16 --n_train 256 --n_validation 64 --num_batches 4"],
     ]  # fmt: skip
+
+
+def checks() -> list[Line]:
+    """Programs, with evaluation, translation, checkpoint and resume, or compared with one process
+    weight by weight; and those tests that take what devices there are."""
+    if not REAL:
+        return [Line("checks", "programs", "on the device without hardware: make test")]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as some:
         found = [
             line
-            for of_chain in some.map(partial(_ran, folder=Path(folder)), chains)
+            for of_chain in some.map(partial(_ran, folder=Path(folder)), programs(gpus()))
             for line in of_chain
         ]
     failure = _ended([sys.executable, "-m", "pytest", "-q", "-x", *TESTED], ROOT)
@@ -448,11 +451,12 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 def _memory_rank(world: World, zero: int, folder: Path) -> None:
     """Three steps of GPT-2 small under a ZeRO stage: what is held between steps, and the peak."""
     torch.cuda.set_device(world.device)
-    options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0")
-    text = _Text(folder / str(world.rank), 4, 256, *options)
+    size = () if REAL else ("--n_layer", "1", "--n_embd", "32", "--n_head", "2")
+    options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0", *size)
+    text = _Text(folder / str(world.rank), 4, 256 if REAL else 32, *options)
     task, setup = text.task, Setup(_optimizer, "bf16", 1)
     task.device = world.device
-    model: Any = Sharded(task, world, setup, zero) if zero else Replicated(task, world, setup)
+    model: Any = (sharded(zero) if zero else Replicated)(task, world, setup)
     recipe = recipe_of(text.args, task)
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
     for step in islice(task.steps(0, world.rank, 2, 1), 3):
@@ -463,6 +467,7 @@ def _memory_rank(world: World, zero: int, folder: Path) -> None:
             model.average_gradients(model.module)
         optimizer.step(loss, step.count)
     found = model.state_bytes(), torch.cuda.max_memory_allocated()
+    model.close()
     if world.is_main:
         (folder / "memory.json").write_text(json.dumps(found))
 

@@ -116,12 +116,20 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
          "no checkpoint would stay", "--keep 1 works"),
     ]  # fmt: skip
     if args.compile:
-        needs = "the package triton" if kind == "cuda" else "a C++ compiler"
-        compiler = shutil.which(os.environ.get("CXX", "g++"))
-        there = importlib.util.find_spec("triton") if kind == "cuda" else compiler
-        yield "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
+        yield of_compile(kind == "cuda")
     if args.num_batches is not None:
         yield warmup(args, 0)
+
+
+def of_compile(on_gpu: bool) -> Row:
+    """What torch.compile needs on this machine. On a GPU triton has a C compiler build what
+    launches its kernels, which a container for running programs may lack."""
+    needs, there = "a C++ compiler", shutil.which(os.environ.get("CXX", "g++"))
+    if on_gpu:
+        needs = "the package triton, and a C compiler,"
+        there = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        there = there if importlib.util.find_spec("triton") else None
+    return "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
 
 
 def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:

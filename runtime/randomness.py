@@ -27,8 +27,8 @@ Backward draws nothing, unless it repeats a forward (activation checkpointing). 
 make its gradients wrong, so `NoDraws` refuses. It sees only calls from Python; a plain backward
 makes none.
 
-CUDA keeps its fused kernels: the *device's* default generator is seeded before the first draw of an
-action and restored after it. Only one worker uses a device. A layer may seed a draw itself
+A GPU keeps its fused kernels: the *device's* default generator is seeded before the first draw of
+an action and restored after it. Only one worker uses a device. A layer may seed a draw itself
 (seeded_draws.py): there the stage's seed is not used.
 """
 
@@ -80,12 +80,12 @@ class StageRandomness(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._cuda = device if device.type == "cuda" else None
+        self._gpu = None if device.type == "cpu" else device
         self._generator = torch.Generator()
         self._step = StepSeed()
         self._layer = self._microbatch = 0
         self._seeded = False  # for this (layer, micro-batch)
-        self._cuda_state: Tensor | None = None  # of the device, from before its first draw
+        self._gpu_state: Tensor | None = None  # of its generator, from before its first draw
 
     def of(self, step: StepSeed, layer: int, microbatch: int) -> StageRandomness:
         self._step, self._layer, self._microbatch = step, layer, microbatch
@@ -94,9 +94,10 @@ class StageRandomness(TorchFunctionMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        if self._cuda_state is not None:
-            torch.cuda.set_rng_state(self._cuda_state, self._cuda or "cuda")
-            self._cuda_state = None
+        if self._gpu is not None and self._gpu_state is not None:
+            module = torch.get_device_module(self._gpu)
+            module.set_rng_state(self._gpu_state, *_named(self._gpu))
+            self._gpu_state = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,10 +115,11 @@ class StageRandomness(TorchFunctionMode):
         if not self._seeded:
             seed = mixed(self._step.get(), self._layer, self._microbatch)
             self._generator.manual_seed(seed)
-            if self._cuda is not None:
-                self._cuda_state = torch.cuda.get_rng_state(self._cuda)
-                with torch.cuda.device(self._cuda):
-                    torch.cuda.manual_seed(seed)
+            if self._gpu is not None:
+                module = torch.get_device_module(self._gpu)
+                self._gpu_state = module.get_rng_state(*_named(self._gpu))
+                with torch.accelerator.device_index(self._gpu.index):
+                    module.manual_seed(seed)
             self._seeded = True
         return self._generator
 
@@ -159,6 +161,11 @@ class _Kernels(TorchDispatchMode):
         # For functions without the argument, such as rand, another overload takes it. Where none
         # does, as of native_dropout, torch raises.
         return func.overloadpacket(*args, **{**kwargs, "generator": generator})
+
+
+def _named(gpu: torch.device) -> tuple[torch.device, ...]:
+    """The argument that names the device to torch's functions of its kind; Apple's have none."""
+    return () if gpu.type == "mps" else (gpu,)
 
 
 @functools.lru_cache(4096)

@@ -199,7 +199,7 @@ class Saver:
                 backend="gloo", timeout=timedelta(seconds=timeout), group_desc=CHECKPOINTS
             )
             self._all_ranks = {"process_group": self._group}
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1, "checkpoints", _compute_on, (world.device,))
         self._writing: Future[None] | None = None  # in the background
 
     def save(
@@ -327,6 +327,13 @@ class Saver:
     def _remove(self, unwanted: list[str]) -> None:
         for name in unwanted if self.world.is_main else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+def _compute_on(device: torch.device) -> None:
+    """Makes a GPU the one of this thread. A new thread has the first, on which each rank would
+    take memory for its own part of the driver."""
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device)
 
 
 @contextmanager

@@ -8,7 +8,11 @@ so that a message travels while its receiver computes. With gloo a message may b
 posted receive, so head and body are one transfer. Before a message that is too long, a short one
 announces the size of the next.
 
-    | lengths of head and body | head | body |         or:  | -1, room for the next |
+    | lengths of head and body, received | head | body |    or:  | -1, room for the next, received |
+
+Which sends are done? Gloo says it only to those who wait. So each transfer says how many its sender
+has received: the other end lets go of as many. A link holds what the schedule has in transit, and
+not a message per micro-batch of the step.
 
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
@@ -34,7 +38,7 @@ from runtime.shared_memory import aligned
 
 from .messages import Link, Message, PeerError
 
-_LENGTHS = struct.Struct("<qq")
+_START = struct.Struct("<qqq")  # of a transfer
 _FIRST_ROOM = 1 << 12  # bytes
 
 
@@ -57,19 +61,21 @@ class GroupLink(Link):
         self._peer, self._device = peer, device
         self._room_there = self._room_here = _FIRST_ROOM  # bytes of the posted receives
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()  # sends
+        self._done = 0  # sends before these
+        self._received = 0  # transfers from the other end, which has as many sends done
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()  # receives: at most one
         self._lost = ""
         self._post()
 
     def send(self, message: Message) -> None:
-        begin = aligned(_LENGTHS.size + len(message.head))  # bytes before the body
+        begin = aligned(_START.size + len(message.head))  # bytes before the body
         size = begin if self._bodies else begin + message.nbytes
         envelope = torch.empty(size, dtype=torch.uint8, device="cpu")
-        start = _LENGTHS.pack(len(message.head), message.nbytes) + message.head
+        start = _START.pack(len(message.head), message.nbytes, self._received) + message.head
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         if size > self._room_there:  # the receive posted there is too short
             self._room_there = size * 5 // 4  # with room to grow
-            larger = bytearray(_LENGTHS.pack(-1, self._room_there))  # fits: 16 bytes
+            larger = bytearray(_START.pack(-1, self._room_there, self._received))  # fits
             self._start(torch.frombuffer(larger, dtype=torch.uint8), self._heads)
         body = envelope[begin:]
         if self._bodies:
@@ -85,23 +91,25 @@ class GroupLink(Link):
             if not self._posted:
                 raise PeerError(self._lost)
             envelope = _wait(self._posted)
-            length, nbytes = _LENGTHS.unpack(envelope[: _LENGTHS.size].numpy().tobytes())
+            self._received += 1
+            length, nbytes, done = _START.unpack(envelope[: _START.size].numpy().tobytes())
+            self._let_go(done)
             if length < 0:
                 self._room_here = nbytes
             self._post()  # the next travels while this one is read
-        begin = aligned(_LENGTHS.size + length)
-        head = envelope[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes()
+        begin = aligned(_START.size + length)
+        head = envelope[_START.size : _START.size + length].numpy().tobytes()
         if not self._bodies:
             # on a CPU a view: the envelope lives with it
             return head, envelope[begin : begin + nbytes].to(self._device)
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:  # only now is its size known
             _call(dist.irecv, body, self._peer, self._bodies[1]).wait()  # NCCL: the stream waits
+            self._received += 1
         return head, body
 
     def flush(self) -> None:
-        while self._under_way:
-            _wait(self._under_way)
+        self._let_go(self._done + len(self._under_way))
 
     def close(self) -> None:
         """Hang up. A gloo connection closes with its last reference, and a rank that waits at the
@@ -118,6 +126,12 @@ class GroupLink(Link):
     def _start(self, memory: Tensor, group: dist.ProcessGroup | None) -> None:
         work = _call(dist.isend, memory, self._peer, group)
         self._under_way.append((work, memory))  # memory: kept until it is sent
+
+    def _let_go(self, number: int) -> None:
+        """Waits for the first ``number`` sends of all, and frees their memory."""
+        while self._done < number:
+            _wait(self._under_way)
+            self._done += 1
 
     def _post(self) -> None:
         """Post the next receive. If the other end has hung up, only the next `receive` raises: the

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.device.session import Device
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.device.session import Device, ranks
+from tests.project.programs import parse
+from training.launch.world import World
 
 
 def found(section: str) -> list[tuple[str, bool | None]]:
@@ -21,3 +29,45 @@ def test_sections_run(device: Device) -> None:
     ]
     for section in ("checks", "memory", "speed"):
         assert [ok for _, ok in device.run(found, section)] == [None]
+
+
+def memory_of_every_stage() -> list[dict[str, int]]:
+    """What rank 0 of two holds of whole replicas, and under ZeRO 1, 2 and 3."""
+    with TemporaryDirectory() as folder:
+        found: list[dict[str, int]] = ranks(2).run(of_every_stage, Path(folder))[0]
+        return found
+
+
+def of_every_stage(rank: int, world_size: int, folder: Path) -> list[dict[str, int]]:
+    import torch
+
+    from benchmarks import gpu
+
+    found = []
+    world = World(rank, world_size, rank, torch.device("cuda", 0))
+    for zero in range(4):
+        gpu._memory_rank(world, zero, folder)
+        if rank == 0:  # which writes it
+            found.append(json.loads((folder / "memory.json").read_text())[0])
+    return found
+
+
+def test_memory_is_measured_of_every_stage(device: Device) -> None:
+    whole, *zeros = device.run(memory_of_every_stage)
+    shares = [{kind: zero[kind] / whole[kind] for kind in whole} for zero in zeros]
+    assert all(share["optimizer"] < 0.55 and share["gradients"] < 0.55 for share in shares), shares
+    assert [share["parameters"] < 1 for share in shares] == [False, False, True]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_its_command_lines_fit_any_number_of_gpus(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: n)
+    lines = [line.replace(".py", "", 1) for chain in gpu.programs(n) for line in chain]
+    found = [parse(f"{line} --device cuda") for line in lines if not line.startswith("generate")]
+    assert len(found) == 9
+    assert [args.tp for args in found if args.strategy == "tensor"] == [{3: 2, 8: 4}.get(n, n)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from tests.device.session import NCCL, on_device, ranks
 from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
+from training.checkpoint import Saver
 from training.launch.world import World
 from training.loop import seeded, train
 
@@ -124,3 +126,11 @@ def test_tensor_ranks_drop_the_same_where_they_hold_the_same(sequence: str) -> N
     assert same == [False] * 7 if sequence else same == [True, *[False, True, True] * 2]
     assert len({*first, *second}) == (14 if sequence else 9)
     assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True)) and len(mine) > 9
+
+
+@on_device
+def test_a_checkpoint_in_the_background_is_written_on_the_ranks_device(tmp_path: Path) -> None:
+    """There the library asks for its stream. On the first device each rank would hold memory."""
+    saver = Saver(tmp_path, World(device=torch.device("cuda", 1)), background=True)
+    assert saver._thread.submit(torch.cuda.current_device).result() == 1
+    assert torch.cuda.current_device() == 0

@@ -122,7 +122,7 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
-dp --model vgg16 => it must be gpt2-mini or gpt2 or gpt2-medium or gpt2-large or gpt2-xl; project/train.py ddp also takes pretrained weights
+dp --model vgg16 => project/train.py ddp also takes pretrained weights
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
@@ -191,6 +191,26 @@ def test_a_workdir_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> 
         with full_disk(room):
             line = f"{program} --workdir {work}"
             assert ended(line, capfd) == (2, f"--workdir {work}: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs"), [(0, "a C++ compiler"), (1, "the package triton, and a C compiler,")]
+)
+def test_torch_compile_needs_a_compiler(
+    gpus: int, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, too, though triton is there: images of Python alone have none."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: "there")
+    with pytest.raises(UserError) as said:
+        parse("train single --compile")
+    assert str(said.value) == f"--compile: torch.compile needs {needs} here; leave it out"
+    if gpus:
+        monkeypatch.setenv("CC", "/a/compiler")  # triton takes it without a look
+        parse("train single --compile")
 
 
 NAME = "000002-epoch1-step4"

@@ -4,6 +4,7 @@ process does without one. (That no rank needs the whole model for it: test_losse
 from __future__ import annotations
 
 import math
+import signal
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
 from tests.project.programs import FLOW, TINY, parse, recomputed
 from tests.ranks import Ranks
+from training.launch.notice import Ended, heeded
 from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -112,6 +114,24 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     model.close()
     assert found[0] == found[1]
     return model.parts, found[0]
+
+
+def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
+    """Rank 0 is asked to end while rank 1, which has no sentences, gathers layers for it."""
+    workdir = Path("work").resolve()
+    ranks.run(end_on_notice, f"train fsdp --world_size 2 {sizes(2)} --workdir {workdir}")
+
+
+def end_on_notice(rank: int, world_size: int, line: str) -> None:
+    task, world = made(line, rank, world_size), World(rank, world_size, rank)
+    args: Any = task.args
+    model = lay_out(args, task, world, setup_of(args, world))
+    mine = [pair["de"] for pair in task.texts.splits["test"]] if rank == 0 else []
+    with model.evaluating(), heeded(), pytest.raises(Ended):
+        if rank == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", world=world)
+    model.close()
 
 
 def of_all(rank: int, world_size: int) -> list[str]:

@@ -80,10 +80,12 @@ class Sharded(MeshLayout):
         return self.cut_task.argmax(output, num_tokens)
 
     def end(self, turn: Callable[[], None]) -> None:
-        """Takes part in gathering until no rank has sentences left."""
+        """Takes part in gathering until no rank has sentences left. `turn` comes first, as in the
+        loop of those that have some: a rank that it ends is waited for by nobody."""
+        turn()
         while self._some_rank_goes_on(False):
-            turn()
             self.forward(None)  # helps to gather every layer for the others
+            turn()
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
         group = self.mesh.data.group

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import deque
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
@@ -184,6 +185,40 @@ def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_ar
     whole = "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1"
     assert ranks.run(_recorded, "1f1b") == [first, halves]
     assert ranks.run(_recorded, sched.one_f_one_b) == [first, whole]
+
+
+def _kept_for_sending(rank: int, _: int) -> dict[Any, int]:
+    """The most sends whose memory a link holds, by how bodies travel, and by the number of
+    micro-batches."""
+    groups, most = [dist.new_group() for _ in range(2)], dict[Any, int]()
+    for apart in (False, True):
+        with sharing(False), ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+            link: Any = pipe._neighbours.links[1 - rank]
+            if apart:  # as between GPUs
+                link._bodies = groups if rank == 0 else groups[::-1]
+            for m in (4, 16):
+                sends = _Counting(link._under_way)
+                link._under_way = sends
+                pipe.train_step(*batch(16), square_error, "1f1b", m)
+                most[apart, m] = sends.most
+    return most
+
+
+class _Counting(deque[Any]):
+    """``most``: the most entries it had."""
+
+    most = 0
+
+    def append(self, entry: Any) -> None:
+        super().append(entry)
+        self.most = max(self.most, len(self))
+
+
+def test_memory_of_messages_does_not_grow_with_the_micro_batches(ranks: Ranks) -> None:
+    """Between hosts and between GPUs, as in memory that ranks share."""
+    for most in ranks.run(_kept_for_sending):
+        assert most[False, 16] <= most[False, 4] <= 5, most  # with announcements of larger ones
+        assert most[True, 16] <= most[True, 4] <= 8, most
 
 
 def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
