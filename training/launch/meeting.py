@@ -106,9 +106,10 @@ def stay_on_interface_to(host: str) -> None:
         here = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in [address.address for address in addresses]:
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            exact = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL: no prefix
+            for variable, value in exact.items():
                 if host == LOOPBACK or variable not in os.environ:
-                    os.environ[variable] = name
+                    os.environ[variable] = value
 
 
 def in_time(seconds: float, ask: Callable[[], T]) -> T:

@@ -137,7 +137,7 @@ def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_a
     for host, gloo in (("localhost", "eth7"), ("127.0.0.1", loopback)):
         stay_on_interface_to(host)
         assert os.environ["GLOO_SOCKET_IFNAME"] == gloo
-        assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
+        assert os.environ["NCCL_SOCKET_IFNAME"] == f"={loopback}"
     # On Debian a machine's own name is 127.0.1.1: the others do not reach it over loopback.
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     debian = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))
