@@ -51,7 +51,7 @@ class StoredRows(Sequence[Any]):
         """The rows with these numbers, which rise: from one stretch of the copy."""
         where = self.rows.where[numbers[0] : numbers[-1] + 1]
         begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
-        text = self.rows.ids[begin : where["end"][-1]].tobytes()
+        text = self.rows.mapped()[begin : where["end"][-1]].tobytes()
         ends = (where["end"] - begin).tolist()  # of rows in `text`
         for i in np.asarray(numbers) - numbers[0]:
             first = ends[i - 1] if i else 0
