@@ -53,9 +53,10 @@ class StoredRows(Sequence[Any]):
         begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
         text = self.rows.mapped()[begin : where["end"][-1]].tobytes()
         ends = (where["end"] - begin).tolist()  # of rows in `text`
-        for i in np.asarray(numbers) - numbers[0]:
+        sources = where["num_source"].tolist()
+        for i in (np.asarray(numbers) - numbers[0]).tolist():
             first = ends[i - 1] if i else 0
-            middle = first + int(where["num_source"][i])
+            middle = first + sources[i]
             if len(self.keys) == 1:
                 yield text[first : ends[i]].decode()
             else:
