@@ -10,8 +10,9 @@ says what is wrong with it.
     anything else    the name of a dataset on the hub, with such columns
 
 `datasets` reads all but the first two, and says what it cannot read. Text of more than `BIG` bytes
-is copied for the ranks to map (stored.py). A file that is named after a split is that split; a
-missing split is cut off the end of train. Rows with an empty text are skipped and counted.
+is copied for the ranks to map (stored.py), and later starts take it from there. A file that is
+named after a split is that split; a missing split is cut off the end of train. Rows with an empty
+text are skipped and counted.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
 END = "<|endoftext|>"  # GPT-2's own: after every document
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
 BIG = 1 << 26  # bytes of files of which a copy is made
+COPIES = {1: "text", 2: "pairs"}  # the folder of a copy, by the number of texts in a row
 HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
@@ -109,7 +111,10 @@ def load_texts(
             f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
             f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
         )
-    end = END if plain and whole and copy is not None else ""
+    end = ""
+    if copy is not None:
+        copy /= COPIES[len(keys)]
+        end = END if plain and whole else ""
     rows: dict[str, Sequence[Any]] = {}
     with refused_if_unreadable(dataset):
         for split in SPLITS:
@@ -135,7 +140,7 @@ def _read(
     dataset: str, src: str, tgt: str, copies: Path | None
 ) -> tuple[Mapping[str, Any], Path | None, bool]:
     """The rows of each split; where to copy them to if they are many; whether a row of text is a
-    document, and not some of its lines."""
+    document that still needs its end token."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     if dataset == BUILTIN or any((folder / f"train.{key}").exists() for key in (src, tgt)):
         lines = {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
@@ -234,6 +239,11 @@ def _rows_of_files(
     copy = _copy_of_files(copies, [file for file in every if file.suffix == ending], src, tgt)
     if copy is None:
         return load_splits(str(path), reader, data_files=files, **options), None, True
+    for keys in ((src, tgt), ("text",)):
+        places = {split: copy / COPIES[len(keys)] / split for split in files}
+        # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
+        if all(place.exists() for place in places.values()):
+            return {split: StoredRows(place, keys) for split, place in places.items()}, copy, False
     if reader != "text":
         return load_splits(str(path), reader, True, data_files=files, **options), copy, True
     rows = load_splits(str(path), reader, True, data_files=files, keep_linebreaks=True)
@@ -257,8 +267,10 @@ def load_splits(
     return found if streaming else {split: list(rows) for split, rows in found.items()}
 
 
-def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _columns(row: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """A row's values by column, or by language if it has a `translation` of both."""
+    if isinstance(row, str):  # of a copy of documents
+        return {"text": row}
     translation = row.get("translation")
     return translation if isinstance(translation, Mapping) else row
 
