@@ -106,7 +106,10 @@ def stay_on_interface_to(host: str) -> None:
         here = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in [address.address for address in addresses]:
-            exact = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL: no prefix
+            exact = {
+                "GLOO_SOCKET_IFNAME": name,
+                "NCCL_SOCKET_IFNAME": f"={name}",
+            }  # NCCL: no prefix
             for variable, value in exact.items():
                 if host == LOOPBACK or variable not in os.environ:
                     os.environ[variable] = value

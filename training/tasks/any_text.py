@@ -4,7 +4,8 @@
     a dataset on the hub        with a column `text`
 
 Plain text is what a language model learns (language.py). Text of more than `BIG` bytes, pairs or
-plain, is copied for the ranks to map (stored.py); less stays in memory.
+plain, is copied for the ranks to map (stored.py), and later starts take it from there; less stays
+in memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .texts import (
 
 END = "<|endoftext|>"  # GPT-2's own: after every document
 BIG = 1 << 26  # bytes of files of which a copy is made
+COPIES = {1: "text", 2: "pairs"}  # the folder of a copy, by the number of texts in a row
 HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
@@ -80,7 +82,10 @@ def load_texts(
         found, copy, whole = _read(dataset, src, tgt, folder)
         plain = is_plain(dataset, found, src, tgt)
     keys = ("text",) if plain else (src, tgt)
-    end = END if whole and copy is not None else ""
+    end = ""
+    if copy is not None:
+        copy /= COPIES[len(keys)]
+        end = END if whole else ""
     rows: dict[str, Sequence[Any]] = {}
     with refused_if_unreadable(dataset):
         for split in [split for split in SPLITS if split in found]:
@@ -98,7 +103,7 @@ def _read(
     dataset: str, src: str, tgt: str, copies: Path | None
 ) -> tuple[Mapping[str, Any], Path | None, bool]:
     """The rows of each split; where to copy them to if they are many; whether a row of text is a
-    document, and not some of its lines."""
+    document that still needs its end token."""
     folder = folder_of_lines(dataset, src, tgt)
     if folder is not None:
         paths = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
@@ -139,6 +144,11 @@ def _rows_of_files(
     escaped = escape(files)
     if copy is None:
         return load_splits(str(path), reader, data_files=escaped, **options), None, True
+    for keys in ((src, tgt), ("text",)):
+        places = {split: copy / COPIES[len(keys)] / split for split in files}
+        # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
+        if all(place.exists() for place in places.values()):
+            return {split: StoredRows(place, keys) for split, place in places.items()}, copy, False
     if reader != "text":
         return load_splits(str(path), reader, True, data_files=escaped, **options), copy, True
     rows = load_splits(str(path), reader, True, data_files=escaped, keep_linebreaks=True)

@@ -78,7 +78,7 @@ class LanguageTask(SequenceTask):
         for split in self.texts.splits:
             most = getattr(args, f"n_{split}")
             found = examples[split] = self.stored(world, split, length, most)
-            n = len(found.ids) - 1  # the first token is not predicted
+            n = found.num_tokens - 1  # the first token is not predicted
             if split == "train" and n < length:
                 raise UserError(
                     f"--dataset {args.dataset} --model_max_length {length}: the text has {n} "

@@ -4,8 +4,8 @@ Problem: 2 GB of pairs are 8 GB as Python strings, on every rank, and minutes to
 
 Idea: the files of `training.tasks.tokens`, with the bytes of UTF-8 in the place of token ids. A row
 is a pair, of which `num_source` bytes are the first text, or a document. The copy is named by what
-the files are called, their sizes and times, and found by later runs. What is made of it by cutting
-and leaving out rows is a range, or 8 bytes a row.
+the files are called, their sizes and times. Later runs find it and read it instead. What is made of
+it by cutting and leaving out rows is a range, or 8 bytes a row.
 
 Cost: the text once more on disk, and 12 bytes a row. Less than 64 MB of text stay in memory.
 """
@@ -51,11 +51,12 @@ class StoredRows(Sequence[Any]):
         """The rows with these numbers, which rise: from one stretch of the copy."""
         where = self.rows.where[numbers[0] : numbers[-1] + 1]
         begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
-        text = self.rows.ids[begin : where["end"][-1]].tobytes()
+        text = self.rows.mapped()[begin : where["end"][-1]].tobytes()
         ends = (where["end"] - begin).tolist()  # of rows in `text`
-        for i in np.asarray(numbers) - numbers[0]:
+        sources = where["num_source"].tolist()
+        for i in (np.asarray(numbers) - numbers[0]).tolist():
             first = ends[i - 1] if i else 0
-            middle = first + int(where["num_source"][i])
+            middle = first + sources[i]
             if len(self.keys) == 1:
                 yield text[first : ends[i]].decode()
             else:

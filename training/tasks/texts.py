@@ -248,8 +248,10 @@ def load_splits(
     return found if streaming else {split: list(rows) for split, rows in found.items()}
 
 
-def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _columns(row: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """A row's values by column, or by language if it has a `translation` of both."""
+    if isinstance(row, str):  # of a copy of documents (any_text.py)
+        return {"text": row}
     translation = row.get("translation")
     return translation if isinstance(translation, Mapping) else row
 

@@ -6,13 +6,14 @@ A pair is one sequence, and the loss counts only its second half:
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
 All texts become ids once, before training, on all cores: in a file, one after another, beside an
-index of where each begins. A rank maps both and reads the examples of its batches, so that text may
-be larger than memory. The folder is named by a hash of text and tokenizer, where a later run finds
-it, and it gets its name when it is whole.
+index of where each begins. A rank maps the index and reads the examples of its batches, so that
+text may be larger than memory. The folder is named by a hash of text and tokenizer, where a later
+run finds it, and it gets its name when it is whole.
 
-Cost: 2 bytes a token on disk (4 of more than 65,536 tokens), 12 an example. Padding: a rectangle is
-as long as its longest sentence. Micro-batches of similar lengths compute about 1.2 positions per
-real token on real text; padding everything to 128 computes about 4.
+Cost: 2 bytes a token on disk (4 of more than 65,536 tokens); 12 an example, on disk and in memory
+that the ranks of a host share. Padding: a rectangle is as long as its longest sentence.
+Micro-batches of similar lengths compute about 1.2 positions per real token on real text; padding
+everything to 128 computes about 4.
 Whole batches of similar lengths compute 1.02, but then each step sees sentences of one length: an
 epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md).
 """
@@ -20,6 +21,7 @@ epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md)
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -229,17 +231,16 @@ class Tokens(Sequence[Encoded]):
     def __init__(
         self, folder: Path, dtype: Any, length: int | None = None, most: int | None = None
     ) -> None:
-        # Here: the folder may be gone later.
-        self.files = (folder / "ids").open("rb"), (folder / "index").open("rb")
-        self.dtype, self.length = dtype, length
-        self._map()
-        self.there = -(-(len(self.ids) - 1) // length) if length else len(self.where)
+        # Open from here on: the folder may be gone later.
+        self.file, self.dtype, self.length = (folder / "ids").open("rb"), np.dtype(dtype), length
+        self.where: Any = np.asarray(np.memmap(folder / "index", INDEX, "r"))
+        self.num_tokens = int(self.where["end"][-1])
+        self.there = -(-(self.num_tokens - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
 
-    def _map(self) -> None:
-        ids, index = self.files
-        self.ids: Any = np.asarray(np.memmap(ids, self.dtype, "r"))
-        self.where: Any = np.asarray(np.memmap(index, INDEX, "r"))
+    def mapped(self) -> Any:
+        """All tokens, one after another. What is read of them leaves memory with this array."""
+        return np.asarray(np.memmap(self.file, self.dtype, "r"))
 
     def __len__(self) -> int:
         return self.n
@@ -247,28 +248,29 @@ class Tokens(Sequence[Encoded]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < self.n:
             raise IndexError(number)
-        return self._read([number])[0]
+        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
-        """The examples of a batch, from a new mapping: what earlier ones have read leaves the
-        process' memory."""
-        self._map()
-        return self._read(numbers)
+        """The examples of a batch. They are read, not mapped: each is on a page of its own, which
+        takes more than twice as long to map, and stays in memory."""
+        places = zip(*(of.tolist() for of in self._places(numbers)), numbers, strict=True)
+        return [Encoded(self._read(a, b), source, number) for a, b, source, number in places]
 
     def sizes(self, numbers: Sequence[int]) -> tuple[Any, Any]:
         """The tokens of these examples, and their `num_targets`, both [N]."""
         first, end, num_source = self._places(numbers)
         return end - first, np.maximum(end - first - num_source, 0)
 
-    def _read(self, numbers: Sequence[int]) -> list[Encoded]:
-        places = zip(*(of.tolist() for of in self._places(numbers)), numbers, strict=True)
-        return [Encoded(self.ids[a:b], num_source, number) for a, b, num_source, number in places]
+    def _read(self, first: int, end: int) -> Any:
+        size = self.dtype.itemsize
+        found = os.pread(self.file.fileno(), (end - first) * size, first * size)
+        return np.frombuffer(found, self.dtype)
 
     def _places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
         """Of these examples the first token, the end, and `num_source`, each [N]."""
         at = np.asarray(numbers)
         if self.length:
-            end = np.minimum((at + 1) * self.length + 1, len(self.ids))
+            end = np.minimum((at + 1) * self.length + 1, self.num_tokens)
             return at * self.length, end, np.ones_like(at)
         where = self.where[at]
         return np.where(at > 0, self.where["end"][at - 1], 0), where["end"], where["num_source"]
@@ -300,12 +302,13 @@ def collate_batch(
     longest = max((len(e.ids) - 1 for e in encoded), default=0)  # inputs; ids have one more
     T = model_max_length if padding == "max_length" else longest
     # [B, T + 1]: the inputs are all columns but the last, the labels all but the first.
-    ids = torch.full((len(encoded), T + 1), pad_id)
-    weights = torch.zeros(len(encoded), T + 1, dtype=torch.long)
+    # Filled in numpy: torch takes ten times as long for a row.
+    ids: Any = np.full((len(encoded), T + 1), pad_id)
+    weights: Any = np.zeros_like(ids)
     for row, example in enumerate(encoded):
-        found = torch.from_numpy(np.asarray(example.ids, np.int64))
-        ids[row, : len(found)] = found  # padding is on the right
+        ids[row, : len(example.ids)] = example.ids  # padding is on the right
         weights[row, example.num_source : len(example.ids)] = 1  # target tokens, with their end
+    ids, weights = torch.from_numpy(ids), torch.from_numpy(weights)
     batch = {  # each [B, T]
         "input_ids": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),

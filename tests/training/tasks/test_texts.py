@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,8 +200,8 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
 def test_a_copy_holds_what_is_otherwise_in_memory(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut alike, without rows that have an empty text; ranks get where it is. A second start reads
-    no more than a row of the file, until that is another."""
+    """Cut alike, without rows that have an empty text; ranks get where it is. A second start copies
+    nothing, until the file is another."""
     path, folder = tmp_path / f"text.{ending}", tmp_path / "copies"
     rows = [(" \n", "NA"), ("für", "  for you "), ("x", ""), *numbered(2, 40)]
     path.write_bytes(WRITERS[ending](rows))
@@ -261,6 +262,39 @@ def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_o
     train, validation = ("".join(found.documents(split)) for split in ("train", "validation"))
     assert train + validation == whole
     assert len(validation) == pytest.approx(len(whole) / 20, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("jsonl", to_jsonl([("", "x"), *numbered(1, 40)])),
+        ("csv", WRITERS["csv"](numbered(0, 40))),
+        ("jsonl", b"".join(b'{"text": "%d"}\n' % i for i in range(40))),
+        ("txt", b"".join(b"line %d\n" % i for i in range(40))),
+    ],
+    ids=["pairs", "csv", "documents", "txt"],
+)
+def test_a_second_start_does_not_import_the_readers(
+    tmp_path: Path, ending: str, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take 140 MB of memory. They are needed again as soon as a split has no copy."""
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
+    folder, copies = tmp_path / "folder", tmp_path / "copies"
+    folder.mkdir()
+    for name in ("dev", "train-1", "train-2"):
+        (folder / f"{name}.{ending}").write_bytes(content)
+    first = load_texts(str(folder), "de", "en", ALL, 1, copies)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # an import fails
+    again = load_texts(str(folder), "de", "en", ALL, 1, copies)
+    assert again.fingerprints() == first.fingerprints()
+    rows = {split: [*rows] for split, rows in first.splits.items()}
+    assert {split: [*rows] for split, rows in again.splits.items()} == rows
+    assert all(rows.values())
+    assert (again.notes, again.plain) == (first.notes, first.plain)
+    (copy,) = copies.glob("*/*/validation")
+    shutil.rmtree(copy)
+    with pytest.raises(UserError, match=r"it cannot be read .*import of datasets"):
+        load_texts(str(folder), "de", "en", ALL, 1, copies)
 
 
 # What cannot be used

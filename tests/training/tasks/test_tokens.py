@@ -111,7 +111,7 @@ def rows(examples: Iterable[Encoded]) -> list[tuple[list[int], int, int]]:
 
 def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
     """What a killed run has left is no obstacle. One file gives rows, or stretches that overlap by
-    a token. A batch comes from a new mapping."""
+    a token. No mapping holds what was read."""
     written = [([5, 6, 7], 2, 0), ([8], 1, 1), ([9, 60000, 11, 12], 1, 2)]
     folder = tmp_path / "tokens" / "name"
 
@@ -129,9 +129,10 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
     assert {path.name for path in folder.parent.iterdir()} == {"lock", "name"}
     found = Tokens(folder, np.uint16)
     assert rows(found) == written
-    mapped = found.ids
     assert rows(found.__getitems__([2, 0])) == [written[2], written[0]]
-    assert found.ids is not mapped
+    assert found.mapped().tolist() == [5, 6, 7, 8, 9, 60000, 11, 12]
+    maps = Path("/proc/self/maps").read_text()
+    assert [str(folder / name) in maps for name in ("index", "ids")] == [True, False]
     assert [list(of) for of in found.sizes([2, 0, 1])] == [[4, 3, 1], [3, 1, 0]]
     stretches = Tokens(folder, np.uint16, length=3)
     assert [list(of) for of in stretches.sizes([2, 0])] == [[2, 4], [1, 3]]
