@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, shares, steps_of
 from project.figures.style import STYLE, plot_training, with_error
-from project.utils import run_program
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -482,21 +479,6 @@ def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
         UserError, match=r"--output x.png: pipeline draws two pictures; name a fold"
     ):
         plot.draw_figure(plot.parse_plot(line.split()))
-
-
-def test_a_reader_that_has_ended_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `plot.py ... | head`: Python would write what is left at its end."""
-
-    def main() -> None:
-        sys.stdout.write("stage 0: F0")
-
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as output:
-        monkeypatch.setattr("sys.stdout", output)
-        with pytest.raises(SystemExit) as end:
-            run_program(main)
-    assert end.value.code == 1
 
 
 def overlaps(fig: Figure) -> list[tuple[str, str]]:

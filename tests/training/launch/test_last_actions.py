@@ -18,7 +18,9 @@ from data_parallel.ddp import DistributedDataParallel
 from pipeline.processes.process import ProcessPipe
 from runtime.ranks import Ranks as Group
 from tests.pipeline.pipeline_models import batch, square_error, tower
+from tests.project.programs import ROOT, TINY
 from tests.ranks import Ranks
+from tests.warm import run_warm
 from training.launch.last_actions import LastAction, in_file, of_all_machines, table, verdict
 from training.timeline import Timeline
 
@@ -167,3 +169,33 @@ def test_a_store_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -
     frozen.check.side_effect = check
     assert of_all_machines(frozen, [*last], 0, 4, True) == []
     answer.set()
+
+
+HANG = """
+import runpy, sys, time
+from training.resume import Saving
+
+after_step = Saving.after_step
+
+def hang(self, *args):
+    after_step(self, *args)
+    if self.world.rank == 1 and self.optimizer.steps == 3:
+        time.sleep(600)
+
+Saving.after_step = hang
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_hang_costs_the_time_out_of_a_step(tmp_path: Path) -> None:
+    """In a message of a pipeline, and in the collectives of its replicas."""
+    (tmp_path / "hang.py").write_text(HANG)
+    program = f"{ROOT}/project/train.py 3d --dp 2 --pp 2 --zero 1"
+    line = f"{program} {TINY} --benchmark_only --timeout 600 --step_timeout 4 --workdir work"
+    start = time.monotonic()
+    ended = run_warm([str(tmp_path / "hang.py"), *line.split()], tmp_path)
+    assert ended.returncode == 1 and time.monotonic() - start < 50
+    told = [line for line in ended.stderr.splitlines() if "elsewhere: look there" in line]
+    assert len(told) == 1, ended.stderr
+    assert told[0].startswith("3 of 4 ranks wait") and "of step 4; rank 1 is" in told[0]

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,20 +61,28 @@ def test_ctrl_c_while_a_process_is_started_is_heard_afterwards() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("work", "who", "said"),
+    [
+        (programs.raise_on_one, "rank 1", "Traceback "),
+        (programs.kill_starter, launcher.STARTER, "It was killed by SIGKILL."),
+    ],
+)
+def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(
+    work: Callable[[World], None], who: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It leaves no process. A rank that is killed: see tests/test_failures.py."""
     before = psutil.Process().children(recursive=True)
     with pytest.raises(SystemExit) as end:
-        launch(programs.raise_on_one, Settings(2, device="cpu", timeout=60))
+        launch(work, Settings(2, device="cpu", timeout=60))
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
     printed = capfd.readouterr().err
     assert end.value.code == 1
-    assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
-    assert "\nValueError: the bug of rank 1\n" in printed
-    assert [printed.count(word) for word in ("Traceback", "failed", "programs.py")] == [1, 1, 1]
+    assert printed.startswith(f"\n{who} failed; the run has been ended.\n{said}")
+    times = int(said == "Traceback ")
+    words = ("Traceback", "\nValueError: the bug of rank 1\n", "programs.py", "failed")
+    assert [printed.count(word) for word in words] == [times, times, times, 1]
 
 
 # Which failure is printed
