@@ -25,9 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BATCHES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _pictures_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "OUTPUT", tmp_path)
 
 

@@ -162,6 +162,16 @@ def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
     return weights_of(checkpoint)
 
 
+def assert_same_run(workdir: str | Path, other: str | Path) -> None:
+    """Both have the same losses, weights by name, and texts, up to the order of sums."""
+    assert losses(workdir) == pytest.approx(losses(other), rel=SAME, nan_ok=True)
+    assert written(workdir) == written(other)
+    found, expected = weights(workdir), weights(other)
+    assert found.keys() == expected.keys()
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name], p, msg=name)
+
+
 @torch.no_grad()
 def recomputed(model: Any, prompt: list[int], num_tokens: int, stop: int, length: int) -> list[int]:
     """The likeliest continuation of one prompt, up to `length` tokens in all, without a cache."""

@@ -20,7 +20,7 @@ from project.figures.compared import compare_step
 from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, shares, steps_of
-from project.figures.style import STYLE, plot_training, with_error
+from project.figures.style import plot_training, with_error
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -49,14 +49,11 @@ def multiple(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are saved, by the name of their file; they are saved, too, but coarsely."""
+    """The figures that would be saved, by the name of their file. (test_courses.py saves some.)"""
     figures: dict[str, Figure] = {}
-    monkeypatch.setitem(STYLE, "savefig.dpi", 20)
-    savefig = Figure.savefig
 
-    def keep(self: Figure, path: Path, **options: Any) -> None:
+    def keep(self: Figure, path: Path, **_: object) -> None:
         figures[Path(path).name] = self
-        savefig(self, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return figures
@@ -123,7 +120,7 @@ def test_plot_and_plot_results(
     """A bar with its error per label; a metric of each run."""
     path = tmp_path / "made" / "times.png"
     plot.plot([3.0, 1.5], [0.25, 0.5], ["Single GPU", "Data Parallel - GPU0"], str(path))
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.parent.is_dir()
     (ax,) = drawn["times.png"].axes
     assert (heights(ax), error_bars(ax)) == ([3.0, 1.5], [(2.75, 3.25), (1.0, 2.0)])
     assert labels(ax) == ["Single GPU", "Data Parallel - GPU0"]

@@ -15,16 +15,13 @@ from tests.project.programs import TINY, run, summary
 from tests.ranks import Ranks
 from training.optimization import Optimizers
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
 STEP = {
     "epoch", "step", "loss", "learning_rate", "gradient_norm", "seconds", "tokens_per_sec",
     "real_tokens_per_sec", "peak_rss_bytes", "skipped",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
