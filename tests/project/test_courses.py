@@ -31,7 +31,8 @@ from tests.project.programs import (
 )  # fmt: skip
 from tests.ranks import Ranks
 
-SMALL = TINY.replace("--keep 9", "--keep 0")  # what a checkpoint takes is half the time
+# Checkpoints and translations would take most of the time.
+SMALL = TINY + "--keep 0 --model_max_length 32 "
 FILES = ("tests/model0_gradients.pth", "tests/model1_gradients.pth")
 
 

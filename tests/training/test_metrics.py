@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock, create_autospec
 
 import pytest
-import wandb
 
 from tests.project.programs import TINY, run, summary
 from tests.ranks import Ranks
@@ -33,7 +32,8 @@ def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, An
 def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_after_a_resume(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorBoard gets them, too, and so does Weights & Biases."""
+    """TensorBoard gets them, too, and so does Weights & Biases. Both take a second to import."""
+    import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged: list[tuple[int, dict[str, Any]]] = []  # by W&B, whose own files take it seconds

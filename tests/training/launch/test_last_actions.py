@@ -188,14 +188,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_hang_costs_the_time_out_of_a_step(tmp_path: Path) -> None:
-    """In a message of a pipeline, and in the collectives of its replicas."""
+@pytest.mark.parametrize(("n", "strategy"), [(2, "fsdp"), (4, "3d --dp 2 --pp 2 --zero 1")])
+def test_a_hang_costs_the_time_out_of_a_step(n: int, strategy: str, tmp_path: Path) -> None:
+    """In a collective, and in a message of a pipeline."""
     (tmp_path / "hang.py").write_text(HANG)
-    program = f"{ROOT}/project/train.py 3d --dp 2 --pp 2 --zero 1"
-    line = f"{program} {TINY} --benchmark_only --timeout 600 --step_timeout 4 --workdir work"
+    program = f"{ROOT}/project/train.py {strategy} {TINY} --benchmark_only --workdir work"
+    line = f"{program} --timeout 600 --step_timeout 3"
     start = time.monotonic()
     ended = run_warm([str(tmp_path / "hang.py"), *line.split()], tmp_path)
     assert ended.returncode == 1 and time.monotonic() - start < 50
     told = [line for line in ended.stderr.splitlines() if "elsewhere: look there" in line]
     assert len(told) == 1, ended.stderr
-    assert told[0].startswith("3 of 4 ranks wait") and "of step 4; rank 1 is" in told[0]
+    assert told[0].startswith(f"{n - 1} of {n} ranks wait") and "of step 4; rank 1 is" in told[0]
