@@ -71,7 +71,10 @@ def test_the_commands_of_the_documentation(
     for text, message in (
         ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number"),
         (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
-        ("memori_gb: 10", "memori_gb is no figure of a machine; did you mean memory_gb?"),
+        (
+            "like: a100-80gb\nmemori_gb: 10",
+            "memori_gb is no figure of a machine; did you mean memory_gb?",
+        ),
     ):
         own.write_text(text, "utf-8")
         with pytest.raises(SystemExit):

@@ -133,9 +133,13 @@ def test_output_that_nobody_reads_any_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after `| head` has ended: a line of a run, nothing of another program, no traceback."""
+
+    def written() -> None:  # by Python itself, at its end
+        sys.stdout.write("a row")
+
     for write, said in (
         (lambda: show("a row"), ".* standard output: its reader has ended, .*\n"),
-        (lambda: sys.stdout.write("a row"), ""),  # which Python would write at its end
+        (written, ""),
     ):
         reader, writer = os.pipe()
         os.close(reader)
