@@ -88,6 +88,7 @@ def on_rank(
     def stop(self: Saving, epoch: int, totals: Totals, now: bool) -> None:
         after_step(self, epoch, totals, now)
         if self.optimizer.steps == stop_at:
+            self.saver.wait()  # else one that is written in the background might be there, or not
             raise _Stop
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
