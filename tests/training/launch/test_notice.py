@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from project.train import parse_train
+from project.utils import run_program
 from tests.project.programs import ROOT, TINY, run
 from tests.ranks import Ranks
 from tests.warm import Terminal
@@ -135,3 +137,19 @@ def test_only_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_e
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
         monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
     assert Ended().status == status
+
+
+@pytest.mark.parametrize(("local_rank", "said"), [("0", "It has ended.\n"), ("1", "")])
+def test_under_torchrun_the_first_rank_of_a_host_says_that_the_run_has_ended(
+    local_rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise Ended("It has ended.")
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "run", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    assert (end.value.code, capsys.readouterr().err) == (0, said)
