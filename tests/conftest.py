@@ -108,3 +108,14 @@ def world_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks | None]:
     """The world of so many ranks, started when it is asked for; None for one process."""
     names = {2: "ranks", 3: "three_ranks", 4: "four_ranks"}
     return lambda n: None if n == 1 else request.getfixturevalue(names[n])
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default workdir is made in the current folder. Nobody was started by torchrun, and there
+    is no network, and no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)

@@ -25,53 +25,38 @@ RESTARTED = [
 
 
 def test_three_runs_at_once(tmp_path: Path) -> None:
-    """They do not meet, listen on loopback alone, and leave nothing, whatever is killed: the
-    parent of one, a rank of another, or what starts the ranks of the third."""
+    """They do not meet, listen on loopback alone, and leave nothing. Ctrl-C, which reaches every
+    process of its terminal, ends one while its ranks import their libraries, and prints nothing.
+    Of another the parent is killed, of the third a rank."""
     with ExitStack() as stack:
-        folders, runs = [tmp_path / name for name in "abc"], []
-        for folder in folders:
+        runs = []
+        for folder in (tmp_path / name for name in "abc"):
             folder.mkdir()
             run = Run([*LIGHT, "meet", str(folder)], folder, OWN)
             runs.append(stack.enter_context(run))
-        files = [folder / f"{rank}.json" for folder in folders for rank in range(2)]
+        *others, hasty = runs
+        assert until(lambda: hasty.starter() is not None, START)
+        os.killpg(hasty.process.pid, signal.SIGINT)
+
+        files = [tmp_path / name / f"{rank}.json" for name in "ab" for rank in range(2)]
         assert until(lambda: all(file.exists() for file in files), START), runs[0].said()
-        starters, ports = [], []
-        for run, folder in zip(runs, folders, strict=True):
-            starter = run.starter()
-            assert starter is not None
-            met = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-            assert met == [[starter.pid] * 2] * 2
+        met = [json.loads(file.read_text()) for file in files]
+        starters = [run.starter() for run in others]
+        assert met == [[s and s.pid] * 2 for s in starters for _ in range(2)]
+        for run in others:
             run.look()
-            assert {ip for ip, _ in run.listening} == {"127.0.0.1"}
-            starters.append(starter)
-            ports += [port for _, port in run.listening]
-        assert len(set(ports)) == len(ports)
+        places = [place for run in others for place in run.listening]
+        assert {ip for ip, _ in places} == {"127.0.0.1"} and len({*places}) == len(places)
 
         runs[0].process.kill()
         runs[1].ranks()[0].kill()
-        starters[2].kill()
-        for run, status, who in zip(
-            runs,
-            (-signal.SIGKILL, 1, 1),
-            (None, "rank 0", "the process that starts the ranks"),
-            strict=True,
-        ):
+        killed = "\nrank 0 failed; the run has been ended.\nIt was killed by SIGKILL.\n"
+        ends = [(-signal.SIGKILL, "", 0), (1, killed, 1), (128 + signal.SIGINT, "", 0)]
+        for run, (status, said, failed) in zip(runs, ends, strict=True):
             assert run.wait(SOON) is not None
             assert (run.process.returncode, run.leftovers()) == (status, [])
-            ended = f"\n{who} failed; the run has been ended.\nIt was killed by SIGKILL.\n"
-            assert (ended if who else "") in run.said()
-            assert len(FAILED.findall(run.said())) == (who == "rank 0")
-            assert TRACEBACK not in run.said()
-
-
-def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing(tmp_path: Path) -> None:
-    """It reaches every process of the terminal."""
-    with Run([*LIGHT, "meet", str(tmp_path)], tmp_path, OWN) as run:
-        assert until(lambda: run.starter() is not None, START)
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(SOON) is not None
-        assert (run.process.returncode, run.leftovers()) == (128 + signal.SIGINT, [])
-        assert FAILED.findall(run.said()) == [] and TRACEBACK not in run.said()
+            assert said in run.said() and TRACEBACK not in run.said()
+            assert len(FAILED.findall(run.said())) == failed
 
 
 def test_misfortunes_under_torchrun(tmp_path: Path) -> None:

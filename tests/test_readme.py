@@ -21,6 +21,8 @@ from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
 
+pytestmark = pytest.mark.usefixtures("elsewhere")  # programs make their workdir there
+
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/run_data_parallel.py": partial(parse_data_parallel, None),
@@ -68,14 +70,6 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = 8 if "cuda" in command else 0  # whatever this computer has
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     PARSERS[program](words[words.index(program) + 1 :])
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs make their workdir in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_the_map_has_every_file() -> None:

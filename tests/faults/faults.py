@@ -230,6 +230,7 @@ def notice(step: int = STRUCK) -> Fault:
     def strike(cluster: Cluster) -> None:
         for run in cluster.runs.values():
             run.process.send_signal(signal.SIGTERM)
+        until(lambda: not [*cluster.folder.glob("caught-*")], START)  # the rank has it
 
     def undo(cluster: Cluster) -> None:
         for host in list(cluster.runs):

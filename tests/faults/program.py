@@ -2,7 +2,8 @@
 
 FAULTS names the folder in which a rank writes down the steps that it has done, and waits after
 those for which there is a file `trap-RANK-STEP`: it puts its process id there, renames the file to
-`caught-...`, and goes on when the file is gone. FAULT_CLOCK shifts the clock, in seconds.
+`caught-...`, and goes on when the file is gone, or it was given notice. FAULT_CLOCK shifts the
+clock, in seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def shift_clock(seconds: float) -> None:
 
 def set_traps(folder: Path) -> None:
     """Makes this rank write its steps down, and wait where there is a trap."""
+    from training.launch.notice import given
     from training.resume import Saving
 
     rank, after_step = os.environ["RANK"], Saving.after_step
@@ -48,8 +50,9 @@ def set_traps(folder: Path) -> None:
         if trap.exists():
             trap.write_text(str(os.getpid()))
             there = trap.rename(folder / trap.name.replace("trap", "caught"))
-            while there.exists():
+            while there.exists() and not given():
                 time.sleep(0.01)
+            there.unlink(missing_ok=True)
 
     note(0)  # the start
     Saving.after_step = caught  # type: ignore[assignment, method-assign]

@@ -1,4 +1,4 @@
-"""Fixtures of these tests: where they run, texts, and what one process has learned."""
+"""Fixtures of these tests: texts, and what one process has learned."""
 
 from __future__ import annotations
 
@@ -22,17 +22,6 @@ def write_pairs(folder: Path) -> None:
             de, en = ["", *de], ["nothing", *en]
         (folder / f"{split}.de").write_text("\n".join(de), encoding="utf-8")
         (folder / f"{split}.en").write_text("\n".join(en), encoding="utf-8")
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default workdir is made in the current folder. Nobody was started by torchrun, and there
-    is no network, and no GPU."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ def on_rank(
     def stop(self: Saving, epoch: int, totals: Totals, now: bool) -> None:
         after_step(self, epoch, totals, now)
         if self.optimizer.steps == stop_at:
+            self.saver.wait()  # else one that is written in the background might be there, or not
             raise _Stop
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -161,6 +162,16 @@ def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
     checkpoint, _ = newest(Path(workdir) / "checkpoints")
     assert checkpoint is not None
     return weights_of(checkpoint)
+
+
+def assert_same_run(workdir: str | Path, other: str | Path) -> None:
+    """Both have the same losses, weights by name, and texts, up to the order of sums."""
+    assert losses(workdir) == pytest.approx(losses(other), rel=SAME, nan_ok=True)
+    assert written(workdir) == written(other)
+    found, expected = weights(workdir), weights(other)
+    assert found.keys() == expected.keys()
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name], p, msg=name)
 
 
 @torch.no_grad()

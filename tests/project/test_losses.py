@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from data_parallel import dataset
 from tests.project.conftest import Learned
-from tests.project.programs import FLOW, SAME, VGG, losses, run, weights, written
+from tests.project.programs import FLOW, VGG, assert_same_run, losses, run
 from tests.ranks import Ranks
 from training.launch.errors import RunError
 from training.tasks import tokens as data
@@ -31,14 +30,11 @@ def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
 
 
 LAYOUTS = [
-    ("dropout", 1, f"run_pipeline {FLOW} --schedule zb --num_devices 3 --n_chunk 6"),
     ("pairs", 1, f"run_pipeline {FLOW} --n_chunk 4 --pipeline blocks"),
     ("pairs", 2, "run_data_parallel --gradient_sync per_parameter --num_microbatches 2"),
     ("dropout", 2, "run_data_parallel --bucket_mb 0.002"),
     ("text", 2, "train tensor --sequence_parallel"),
-    # Of the last batch the third rank has no part.
-    ("pairs", 3, "run_data_parallel"),
-    ("dropout", 3, "train fsdp"),
+    ("dropout", 3, "train fsdp"),  # of the last batch the third rank has no part
     ("dropout", 4, "train 3d --pp 2 --tp 2 --sequence_parallel"),
 ]  # fmt: skip
 
@@ -58,12 +54,7 @@ def test_a_layout_is_one_process(
     cut = line.startswith(("train fsdp", "train 3d"))
     printed, error = run(f"{line} {one.line}", world_of(n), refuse_the_whole if cut else None)
     assert error is None, printed
-    assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
-    assert written("work") == written(one.workdir)
-    found, expected = weights(), weights(one.workdir)
-    assert found.keys() == expected.keys()
-    for name, p in expected.items():
-        torch.testing.assert_close(found[name], p, msg=name)
+    assert_same_run("work", one.workdir)
 
 
 def break_it(_: int, patch: pytest.MonkeyPatch, function: str) -> None:
@@ -95,7 +86,8 @@ def test_a_broken_function_of_the_course_changes_the_run(
     learned: Callable[[str], Learned], ranks: Ranks, function: str, line: str
 ) -> None:
     pairs = learned("pairs")
-    more = VGG if "vgg" in function else pairs.line
+    one_step = pairs.line.replace("--n_epochs 2 --warmup_steps 2", "--num_batches 1")
+    more = VGG if "vgg" in function else one_step
     _, error = run(line + more, ranks, partial(break_it, function=function))
     if function.endswith("average_gradients"):
         assert error is not None and error.startswith("replicas differ in epoch 1: ")
@@ -103,4 +95,4 @@ def test_a_broken_function_of_the_course_changes_the_run(
         assert error is not None and error.startswith("ddp: weights are not those of one process")
     else:
         assert error is None
-        assert losses() != pytest.approx(losses(pairs.workdir), rel=1e-3, nan_ok=True)
+        assert losses()[0] != pytest.approx(losses(pairs.workdir)[0], rel=1e-3)

@@ -108,20 +108,12 @@ def test_options_come_from_a_file_and_the_line_goes_first(
     for line in ("--config printed.yaml fsdp --zero 1", "fsdp --zero 1 --config printed.yaml"):
         args = parse(f"train {line}")
         assert (args.strategy, args.world_size, args.zero, args.n_epochs) == ("fsdp", 3, 1, 1)
+    unknown = "--config run.yaml: {}: no file has such an option; is it --{}?"
     for wrong, said in (
         ("batch_size: many", f"--batch_size many: it must be {COUNT}"),
-        (
-            "batchsize: 8",
-            "--config run.yaml: batchsize: no file has such an option; is it --batch_size?",
-        ),
-        (
-            "datset: my folder",
-            "--config run.yaml: datset: no file has such an option; is it --dataset?",
-        ),
-        (
-            "config: run.yaml",
-            "--config run.yaml: config: no file has such an option; is it --config?",
-        ),
+        ("batchsize: 8", unknown.format("batchsize", "batch_size")),
+        ("datset: my folder", unknown.format("datset", "dataset")),
+        ("config: run.yaml", unknown.format("config", "config")),
         ("src: no", "--config run.yaml: src: YAML reads a word as False; put it in quotes"),
     ):
         Path("run.yaml").write_text(f"{wrong}\n")

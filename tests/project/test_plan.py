@@ -69,18 +69,18 @@ def test_the_commands_of_the_documentation(
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
     again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
     assert (again["memory_limit_gb"], again["fits"]) == (10, False)
-    own.write_text("like: a100-80gb\nmemory_gbs: fast\n", "utf-8")
-    with pytest.raises(SystemExit):
-        run(f"predict {xl} --dp 16 --machine {own}", capsys)
-    assert "memory_gbs is 'fast', and must be a number" in capsys.readouterr().err
-    own.write_text(f"like: {own}\nmemory_gb: 10\n", "utf-8")
-    with pytest.raises(SystemExit):
-        run(f"predict {xl} --dp 16 --machine {own}", capsys)
-    assert f"`like: {own}` leads back to it; `like: a100-80gb` works" in capsys.readouterr().err
-    own.write_text("like: a100-80gb\nmemori_gb: 10\n", "utf-8")
-    with pytest.raises(SystemExit):
-        run(f"predict {xl} --dp 16 --machine {own}", capsys)
-    assert "memori_gb is no figure of a machine; did you mean memory_gb?" in capsys.readouterr().err
+    for text, message in (
+        ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number"),
+        (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
+        (
+            "like: a100-80gb\nmemori_gb: 10",
+            "memori_gb is no figure of a machine; did you mean memory_gb?",
+        ),
+    ):
+        own.write_text(text, "utf-8")
+        with pytest.raises(SystemExit):
+            run(f"predict {xl} --dp 16 --machine {own}", capsys)
+        assert message in capsys.readouterr().err
 
 
 def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

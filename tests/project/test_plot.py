@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from project.figures.compared import compare_step
 from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, shares, steps_of
-from project.figures.style import STYLE, plot_training
-from project.utils import run_program
+from project.figures.style import plot_training
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -52,14 +49,11 @@ def multiple(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are saved, by the name of their file; they are saved, too, but coarsely."""
+    """The figures that would be saved, by the name of their file. (test_courses.py saves some.)"""
     figures: dict[str, Figure] = {}
-    monkeypatch.setitem(STYLE, "savefig.dpi", 20)
-    savefig = Figure.savefig
 
-    def keep(self: Figure, path: Path, **options: Any) -> None:
+    def keep(self: Figure, path: Path, **_: object) -> None:
         figures[Path(path).name] = self
-        savefig(self, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return figures
@@ -126,7 +120,7 @@ def test_plot_and_plot_results(
     """A bar with its error per label; a metric of each run."""
     path = tmp_path / "made" / "times.png"
     plot.plot([3.0, 1.5], [0.25, 0.5], ["Single GPU", "Data Parallel - GPU0"], str(path))
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.parent.is_dir()
     (ax,) = drawn["times.png"].axes
     assert (heights(ax), error_bars(ax)) == ([3.0, 1.5], [(2.75, 3.25), (1.0, 2.0)])
     assert labels(ax) == ["Single GPU", "Data Parallel - GPU0"]
@@ -483,21 +477,6 @@ def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
         UserError, match=r"--output x.png: pipeline draws two pictures; name a fold"
     ):
         plot.draw_figure(plot.parse_plot(line.split()))
-
-
-def test_a_reader_that_has_ended_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `plot.py ... | head`: Python would write what is left at its end."""
-
-    def main() -> None:
-        sys.stdout.write("stage 0: F0")
-
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as output:
-        monkeypatch.setattr("sys.stdout", output)
-        with pytest.raises(SystemExit) as end:
-            run_program(main)
-    assert end.value.code == 1
 
 
 def overlaps(fig: Figure) -> list[tuple[str, str]]:

@@ -1,27 +1,28 @@
-"""run_data_parallel.py, as a person runs it: what it prints and what it leaves."""
+"""run_data_parallel.py and run_pipeline.py, as a person runs them: what they print and leave."""
 
 from __future__ import annotations
 
 import math
+import re
+import signal
+import threading
 from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
+from project.figures.recorded import read_timelines
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import write_pairs
-from tests.project.programs import ROOT, names_in, read_json
-from tests.warm import run_warm
+from tests.project.programs import FLOW, ROOT, TINY, names_in, read_json, run
+from tests.warm import Terminal, run_warm
 
 PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
-TINY = [
-    "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
-    "--vocab_size", "320", "--model_max_length", "32", "--batch_size", "8", "--n_epochs", "2",
-    "--learning_rate", "1e-2", "--seed", "11", "--device", "cpu", "--timeout", "60",
-    "--dataset", "pairs", "--workdir", "work",
-]  # fmt: skip
+LINE = TINY.replace("--n_train 20 --n_validation 9", "").replace("--n_test 3", "") + (
+    "--batch_size 8 --n_epochs 2 --num_workers 2 --timeline 2 --dataset pairs --workdir work"
+)
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
     for i in range(7)
@@ -39,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedPr
     for stale in ("rank2_results_epoch0.json", "timeline_rank5.json", "metrics.jsonl"):
         (work / stale).write_text("{}")
     (work / "notes.txt").write_text("mine")
-    return work, run_warm([PROGRAM, "--num_workers", "2", "--timeline", "2", *TINY], folder)
+    return work, run_warm([PROGRAM, *LINE.split()], folder)
 
 
 def test_what_it_prints(trained: tuple[Path, CompletedProcess[str]]) -> None:
@@ -69,7 +70,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
     assert names_in(work) == sorted(of_epochs + others)
     assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]
     options = read_json(work / "options.json")
-    expected = {"n_layer": 1, "world_size": 2, "bucket_mb": 4.0, "gradient_sync": "overlap"}
+    expected = {"n_layer": 2, "world_size": 2, "bucket_mb": 4.0, "gradient_sync": "overlap"}
     assert {key: options[key] for key in expected} == expected
     names = {field.name for field in fields(DataParallelOptions)}
     assert options.keys() == names | {"command"}
@@ -82,4 +83,61 @@ def test_it_leaves_exactly_the_files_of_this_run(
         assert bleu == result["bleu"]
         first = read_json(work / f"rank0_results_epoch{epoch}.json")
         for key in ("training_loss", "validation_loss"):  # of all ranks together
-            assert result[key] == first[key] < math.log(320)
+            assert result[key] == first[key] < math.log(300)
+
+
+LEFT = r"(\d\d:\d\d|\?) left"
+MOVING = (
+    r"Epoch 1 \|.*\| step [1-9]\d* of 100, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
+    r"Validating \|.*\| batch \d of 1, " + LEFT,
+    r"Translating \|.*\| token \d+ of \d+, " + LEFT,
+)
+
+
+def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Path) -> None:
+    """Of ranks, which are processes of their own; on a terminal of unknown width."""
+    more = "--n_epochs 999 --n_train 200 --batch_size 2"
+    terminal = Terminal([PROGRAM, *TINY.split(), *more.split()], tmp_path)
+    terminal.until("Epoch 2 .*step [1-9]")
+    terminal.type("\x03")
+    terminal.until(None)
+    assert terminal.process.exitcode == 128 + signal.SIGINT
+    for line in MOVING:
+        assert re.search(line, terminal.text), line
+    *rows, last, end = terminal.screen()
+    assert last == "Interrupted; --resume continues from 000001-epoch0-step100." and end == ""
+    assert [row.split()[0] for row in rows if row][-3:] == ["epoch", "start", "1"]
+    assert [row for row in rows if "left" in row or "|" in row] == []
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("options", "about", "kinds"),
+    [
+        ("--schedule zb --balance 1,1", ("pipeline_parallel", "zb"), "FIW"),
+        ("--pipeline blocks", ("pipeline_parallel", "gpipe"), "FB"),
+    ],
+)
+def test_a_pipeline_leaves_a_timeline_of_its_schedule_and_no_thread(
+    options: str, about: tuple[str, str], kinds: str
+) -> None:
+    """Of the steps alone: validation runs through the same stages and is not recorded."""
+    before = set(threading.enumerate())
+    run(f"run_pipeline {FLOW} {TINY} --n_epochs 1 --n_chunk 3 --timeline 1 {options}")
+    left = [t for t in threading.enumerate() if t not in before]
+    assert [t.name for t in left if type(t).__name__ != "TMonitor"] == []
+    assert names_in("work") == [  # programs.py leaves out the picture
+        "checkpoints", "config.json", "eval_results_epoch0.json", "gen_epoch0.json",
+        "metrics.jsonl", "options.json", "summary.json", "timeline_rank0.json", "tokenizer.json",
+        "tokenizer_config.json", "tokens",
+    ]  # fmt: skip
+    workers, told = read_timelines(Path("work"))
+    names = ("strategy", "schedule", "num_microbatches", "ranks")
+    assert told == dict(zip(names, (*about, 3, None), strict=True))
+    work = [e for events in workers.values() for e in events if e.kind != "optimizer"]
+    assert sorted((e.step, e.kind, e.stage, e.microbatch) for e in work) == sorted(
+        (step, kind, stage, i)
+        for step in range(2) for stage in range(2) for kind in kinds for i in range(3)
+    )  # fmt: skip
+    assert list(workers) == ["stage 0", "stage 1"]
+    assert "optimizer" in {event.kind for event in workers["stage 0"]}

@@ -10,12 +10,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 
 from project import generate
 from tests.device.session import NCCL, Device, ranks
 from tests.project.conftest import Learned
-from tests.project.programs import FLOW, SAME, VGG, losses, run, summary, weights, written
+from tests.project.programs import FLOW, VGG, assert_same_run, run, summary
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -54,12 +53,7 @@ def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
     error, printed = device.run(on_device, f"{line} {one.line}", n, workdir)
     assert error is None, printed
     assert ": 4 steps done." in printed and "cuda" in printed
-    assert losses(workdir) == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
-    assert written(workdir) == written(one.workdir)
-    found, expected = weights(workdir), weights(one.workdir)
-    assert found.keys() == expected.keys()
-    for name, p in expected.items():
-        torch.testing.assert_close(found[name], p, msg=name)
+    assert_same_run(workdir, one.workdir)
 
 
 def test_generate_on_a_device_translates_as_on_the_cpu(

@@ -132,7 +132,7 @@ def course(root: Path, ranks: Ranks) -> Path:
         folder = Path(line.split("cd ")[1].split(" &&")[0]) if "&&" in line else root
         folder.mkdir(parents=True, exist_ok=True)
         both = "--world_size 2" in line
-        tiny = f"{TINY} --keep 0 --batch_size 16"
+        tiny = f"{TINY} --keep 0 --batch_size 16 --model_max_length 32"
         command = f"{program} {shlex.join(words[2:])} {tiny} --workdir "
         command += str(folder if folder != root else words[-1])
         here = partial(in_folder, folder)

@@ -14,17 +14,15 @@ import torch
 from tests.project.conftest import Learned
 from tests.project.programs import (
     FLOW,
-    SAME,
     TINY,
     VGG,
-    losses,
+    assert_same_run,
     names_in,
     read_json,
     run,
     summary,
     weights,
-    written,
-)
+)  # fmt: skip
 from tests.ranks import Ranks
 from training.launch.errors import UserError, counted
 from training.loop import seeded
@@ -84,8 +82,7 @@ def test_with_the_same_layout_bit_for_bit(
         assert error is None, printed
         begins = workdir == whole or last is not None
         assert ("has no checkpoint; starting from scratch." in printed) == begins
-    # One that is written in the background may not be there yet.
-    assert "--async_save" in line or f": {stop_at // 2 * 2} steps done." in printed
+    assert f": {stop_at // 2 * 2} steps done." in printed
     assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == steps
     assert outcome(parts) == outcome(whole)
     assert positions(parts) == pytest.approx(positions(whole), abs=2 * n)
@@ -95,16 +92,15 @@ def test_with_the_same_layout_bit_for_bit(
 STEPS = [
     (2, "run_data_parallel"),
     (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),
-    (4, "train 3d --pp 2 --tp 2"),
-    (4, "train 3d --dp 2 --pp 2 --zero 1 --schedule zbv"),
     (4, "train 3d --dp 2 --tp 2 --zero 3"),
+    (4, "train 3d --pp 2 --tp 2"),
 ]
 
 
 def test_any_program_resumes_what_any_other_has_saved(
     learned: Callable[[str], Learned], ranks: Ranks, four_ranks: Ranks
 ) -> None:
-    """Five layouts in turn, dropout on, are one process; so is what they translate."""
+    """Four layouts in turn, dropout on, are one process; so is what they translate."""
     one = learned("dropout")
     for stop_at, (n, layout) in enumerate(STEPS, 1):
         on = {1: None, 2: ranks, 4: four_ranks}[n]
@@ -112,8 +108,7 @@ def test_any_program_resumes_what_any_other_has_saved(
         printed, error = run(f"{layout} {one.line} --save_every 1 --resume", on, stop_at=last)
         assert error is None, printed
         assert stop_at == 1 or f": {counted(stop_at - 1, 'step')} done." in printed
-    assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
-    assert written("work") == written(one.workdir)
+    assert_same_run("work", one.workdir)
 
 
 def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:

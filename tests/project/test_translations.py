@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import signal
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,38 +33,36 @@ LENGTH = 64
 
 
 @pytest.mark.parametrize(
-    ("n", "line", "num_sentences"),
+    ("n", "line"),
     [
-        (1, f"run_pipeline {FLOW}", 7), (1, f"run_pipeline {FLOW} --pipeline blocks", 7),
-        (2, "train fsdp", 2), (2, "train pipeline --schedule zbv", 7), (3, "train fsdp", 7),
+        (1, f"run_pipeline {FLOW}"), (1, f"run_pipeline {FLOW} --pipeline blocks"),
+        (2, "train pipeline --schedule zbv"), (3, "train fsdp"),
     ],
 )  # fmt: skip
 def test_a_layout_translates_as_one_process(
-    ranks: Ranks, three_ranks: Ranks, n: int, line: str, num_sentences: int
+    world_of: Callable[[int], Ranks | None], n: int, line: str
 ) -> None:
     """Each part of the data has its own sentences."""
-    line = f"{line} {sizes(num_sentences)} --workdir {Path('work').resolve()}"
-    if n == 1:
+    line = f"{line} {SIZES} --workdir {Path('work').resolve()}"
+    world = world_of(n)
+    if world is None:
         found = [translations(0, 1, line)]
     else:
-        found = (ranks if n == 2 else three_ranks).run(translations, f"{line} --world_size {n}")
-    expected, lengths = of_one_process(num_sentences)
+        found = world.run(translations, f"{line} --world_size {n}")
+    expected, lengths = of_one_process()
     for rank, (parts, got) in enumerate(found):
         assert got == (expected[rank::parts] if parts > 1 else expected)
-    if num_sentences > 2:  # the examples are to show what can happen
-        assert len(set(lengths)) > 2, lengths
-        assert min(lengths) < LENGTH == max(lengths), lengths
+    # The examples are to show what can happen.
+    assert len(set(lengths)) > 2 and min(lengths) < LENGTH == max(lengths), lengths
 
 
-def sizes(num_sentences: int) -> str:
-    """In fp64: a cache sums in another order, and the largest logit should not depend on it."""
-    return f"{TINY} --n_test {num_sentences} --precision fp64"
+# In fp64: a cache sums in another order, and the largest logit should not depend on it.
+SIZES = f"{TINY} --n_test 7 --precision fp64"
 
 
-@cache
-def of_one_process(num_sentences: int) -> tuple[list[str], list[int]]:
+def of_one_process() -> tuple[list[str], list[int]]:
     """The translations, computed without a cache; and their lengths in tokens, with the source."""
-    task = made(f"train single {sizes(num_sentences)}", 0, 1)
+    task = made(f"train single {SIZES}", 0, 1)
     tokenizer = task.tokenizer
     one = whole_model(task, torch.device("cpu"), torch.float64).eval()
     expected, lengths = [], []
@@ -119,7 +117,7 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
 def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
     """Rank 0 is asked to end while rank 1, which has no sentences, gathers layers for it."""
     workdir = Path("work").resolve()
-    ranks.run(end_on_notice, f"train fsdp --world_size 2 {sizes(2)} --workdir {workdir}")
+    ranks.run(end_on_notice, f"train fsdp --world_size 2 {SIZES} --workdir {workdir}")
 
 
 def end_on_notice(rank: int, world_size: int, line: str) -> None:

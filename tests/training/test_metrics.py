@@ -9,22 +9,18 @@ from typing import Any
 from unittest.mock import Mock, create_autospec
 
 import pytest
-import wandb
 
 from tests.project.programs import TINY, run, summary
 from tests.ranks import Ranks
 from training.optimization import Optimizers
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
 STEP = {
     "epoch", "step", "loss", "learning_rate", "gradient_norm", "seconds", "tokens_per_sec",
     "real_tokens_per_sec", "peak_rss_bytes", "skipped",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -36,7 +32,8 @@ def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, An
 def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_after_a_resume(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorBoard gets them, too, and so does Weights & Biases."""
+    """TensorBoard gets them, too, and so does Weights & Biases. Both take a second to import."""
+    import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged: list[tuple[int, dict[str, Any]]] = []  # by W&B, whose own files take it seconds

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from project.figures.epochs import read_epochs
+from project.utils import run_program
 from tests.project.programs import names_in, read_json
 from training.files import show, write_json
 from training.launch.errors import RunError
@@ -126,13 +129,25 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
     assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
 
 
-def test_output_that_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after `| head` has ended: one line, and no traceback."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w", encoding="utf-8") as pipe:
-        monkeypatch.setattr("sys.stdout", pipe)
-        with pytest.raises(RunError, match=r"^standard output: its reader has ended"):
-            show("a row")
-        with Path(os.devnull).open("w") as devnull:
-            os.dup2(devnull.fileno(), writer)  # for what its buffer still holds
+def test_output_that_nobody_reads_any_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after `| head` has ended: a line of a run, nothing of another program, no traceback."""
+
+    def written() -> None:  # by Python itself, at its end
+        sys.stdout.write("a row")
+
+    for write, said in (
+        (lambda: show("a row"), ".* standard output: its reader has ended, .*\n"),
+        (written, ""),
+    ):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", pipe)
+            with pytest.raises(SystemExit) as end:
+                run_program(write)
+            with Path(os.devnull).open("w") as devnull:
+                os.dup2(devnull.fileno(), writer)  # for what its buffer still holds
+        assert end.value.code == 1
+        assert re.fullmatch(said, capsys.readouterr().err)

@@ -18,7 +18,9 @@ from data_parallel.ddp import DistributedDataParallel
 from pipeline.processes.process import ProcessPipe
 from runtime.ranks import Ranks as Group
 from tests.pipeline.pipeline_models import batch, square_error, tower
+from tests.project.programs import ROOT, TINY
 from tests.ranks import Ranks
+from tests.warm import run_warm
 from training.launch.last_actions import in_file, of_all_machines, table, verdict
 from training.launch.world import LastAction
 from training.timeline import Timeline
@@ -168,3 +170,34 @@ def test_a_store_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -
     frozen.check.side_effect = check
     assert of_all_machines(frozen, [*last], 0, 4, True) == []
     answer.set()
+
+
+HANG = """
+import runpy, sys, time
+from training.resume import Saving
+
+after_step = Saving.after_step
+
+def hang(self, *args):
+    after_step(self, *args)
+    if self.world.rank == 1 and self.optimizer.steps == 3:
+        time.sleep(600)
+
+Saving.after_step = hang
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("n", "strategy"), [(2, "fsdp"), (4, "3d --dp 2 --pp 2 --zero 1")])
+def test_a_hang_costs_the_time_out_of_a_step(n: int, strategy: str, tmp_path: Path) -> None:
+    """In a collective, and in a message of a pipeline."""
+    (tmp_path / "hang.py").write_text(HANG)
+    program = f"{ROOT}/project/train.py {strategy} {TINY} --benchmark_only --workdir work"
+    line = f"{program} --timeout 600 --step_timeout 3"
+    start = time.monotonic()
+    ended = run_warm([str(tmp_path / "hang.py"), *line.split()], tmp_path)
+    assert ended.returncode == 1 and time.monotonic() - start < 50
+    told = [line for line in ended.stderr.splitlines() if "elsewhere: look there" in line]
+    assert len(told) == 1, ended.stderr
+    assert told[0].startswith(f"{n - 1} of {n} ranks wait") and "of step 4; rank 1 is" in told[0]

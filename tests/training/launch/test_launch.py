@@ -11,13 +11,18 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime.cores import core_slice
 from tests.ranks import Ranks
@@ -25,7 +30,7 @@ from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError
 from training.launch.launch import RankError, Settings, launch, terminal_ignored, watch
-from training.launch.meeting import listen, stay_on_interface_to
+from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_backend, choose_device, on_main
 
 
@@ -60,20 +65,28 @@ def test_ctrl_c_while_a_process_is_started_is_heard_afterwards() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("work", "who", "said"),
+    [
+        (programs.raise_on_one, "rank 1", "Traceback "),
+        (programs.kill_starter, launcher.STARTER, "It was killed by SIGKILL."),
+    ],
+)
+def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(
+    work: Callable[[World], None], who: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It leaves no process. A rank that is killed: see tests/test_failures.py."""
     before = psutil.Process().children(recursive=True)
     with pytest.raises(SystemExit) as end:
-        launch(programs.raise_on_one, Settings(2, device="cpu", timeout=60))
+        launch(work, Settings(2, device="cpu", timeout=60))
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
     printed = capfd.readouterr().err
     assert end.value.code == 1
-    assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
-    assert "\nValueError: the bug of rank 1\n" in printed
-    assert [printed.count(word) for word in ("Traceback", "failed", "programs.py")] == [1, 1, 1]
+    assert printed.startswith(f"\n{who} failed; the run has been ended.\n{said}")
+    times = int(said == "Traceback ")
+    words = ("Traceback", "\nValueError: the bug of rank 1\n", "programs.py", "failed")
+    assert [printed.count(word) for word in words] == [times, times, times, 1]
 
 
 # Which failure is printed
@@ -185,3 +198,54 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     both = "cpu:gloo,cuda:nccl"
     assert [choose_backend("auto", n) for n in (1, 2, 3)] == [both, both, "gloo"]
     assert (str(choose_device("cpu", 1, 2)), choose_backend("cpu", 2)) == ("cpu", "gloo")
+
+
+# Ranks of one attempt meet in a store that others have left their words in
+
+
+def meet_all(store: Any, late: int, world_size: int = 3) -> list[Any]:
+    """What each rank is given; one comes when the others have read what was left of it."""
+
+    def come(rank: int) -> Any:
+        time.sleep(0.2 * (rank == late))
+        return fresh_part(store, rank, world_size, 10.0)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(come, range(world_size)))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_every_attempt_has_a_part_of_its_own(late: int) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for attempt, world_size in enumerate((3, 3, 2, 3)):  # a host leaves, and comes back
+        parts = meet_all(store, late, world_size)
+        assert [part.check(["address"]) for part in parts] == [False] * world_size
+        parts[0].set("address", str(attempt))
+        assert [part.get("address") for part in parts] == [str(attempt).encode()] * world_size
+
+
+def test_who_is_missing_is_named() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match=r"^rank 0 has waited 0.1 s .* ranks 1, 2 of 3 did not come"):
+        fresh_part(store, 0, 3, 0.1)
+    began = time.monotonic() - 9.95  # the store itself came late
+    with pytest.raises(RunError, match=r"^rank 0 has waited 10 s .* ranks 1, 2 of 3 did not come"):
+        fresh_part(store, 0, 3, 10.0, began)
+    meet_all(store, late=0)  # now all were there once
+    for rank, missing in ((0, "ranks 1, 2"), (1, "rank 0")):
+        with pytest.raises(RunError, match=f"and {missing} of 3 did not come: look at their hosts"):
+            fresh_part(store, rank, 3, 0.1)
+
+
+@pytest.mark.usefixtures("capfd")  # torch prints that the store is gone
+def test_a_store_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its system accepts connections, and it never answers."""
+    before = set(enumerate_threads())
+    with listen() as stopped:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(stopped.getsockname()[1]))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        with pytest.raises(RunError, match=r"^rank 1 has waited 0.1 s .* look at its host, 127\.0"):
+            meet(1, 2, 0.1)
+    for asking in {*enumerate_threads()} - before:
+        asking.join()

@@ -1,112 +1,116 @@
-"""A scheduler takes the machine away: the run saves the step and ends, and loses nothing."""
+"""A scheduler takes the machine away: the run saves the step and ends, and loses nothing. (Under
+torchrun: tests/test_faults.py. What a script of Slurm makes of it: tests/test_examples.py.)"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import psutil
 import pytest
 
 from project.train import parse_train
-from tests.warm import Terminal, run_warm
+from project.utils import run_program
+from tests.project.programs import ROOT, TINY, run
+from tests.ranks import Ranks
+from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
 from training.launch.notice import Ended, given, heeded
 from training.launch.world import World
 from training.resume import Saving
 
-ROOT = Path(__file__).resolve().parents[3]
-SMALL = (
-    "--device cpu --model gpt2-mini --n_layer 1 --n_embd 16 --n_head 2 --vocab_size 300 "
-    "--n_epochs 1 --n_train 240 --n_validation 8 --n_test 2 --batch_size 6"
-)
-
-
-PICTURES = (  # whose ranks import little
-    "--device cpu --model vgg16 --vgg_width 4 --optimizer sgd --learning_rate 0.02 --n_epochs 1 "
-    "--n_train 300 --n_validation 8 --batch_size 6"
-)
-
-
-def command(program: str, workdir: Path, options: str = SMALL) -> list[str]:
-    """The command line of a program of this project."""
-    name, *words = f"{program} {options}".split()
-    return [str(ROOT / "project" / f"{name}.py"), *words, "--workdir", str(workdir)]
-
 
 def losses(workdir: Path) -> list[float]:
-    """Of the steps so far."""
+    """Of the steps so far; a line may be half written."""
     file = workdir / "metrics.jsonl"
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def rank_1(run: Terminal) -> int:
-    """Its process."""
-    children = psutil.Process(run.process.pid).children(recursive=True)
-    return max(child.pid for child in children if not child.children())
-
-
 def test_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one, as SIGTERM after SIGUSR1, might find a process at its end, and kill it."""
+    """A second one, as SIGTERM after SIGUSR1, might find a process at its end, and kill it. And
+    SIGTERM twice, as `timeout` sends it, is one."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda *call: sent.append(call))
     with heeded(processes=[psutil.Process()]) as came:
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
         assert [*came] == [signal.SIGUSR1, signal.SIGTERM]
     assert sent == [(os.getpid(), signal.SIGUSR1)]
 
 
-def test_notice_costs_no_step(tmp_path: Path) -> None:
-    """To one rank. The losses are those of a run that was left alone, bit for bit."""
-    program = "train pipeline --world_size 2 --async_save true"
+def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    """To a program, which passes it on to its ranks. The losses are those of a run that was left
+    alone, bit for bit."""
+    line = f"train pipeline {TINY} --n_train 240 --benchmark_only --async_save true --workdir "
     alone, work = tmp_path / "alone", tmp_path / "work"
-    assert run_warm(command(program, alone), tmp_path).returncode == 0
-    run = Terminal(command(program, work), tmp_path)
+    assert run(f"{line}{alone}", ranks)[1] is None
+    _, *words = f"{line}{work} --world_size 2".split()
+    program = Terminal([str(ROOT / "project" / "train.py"), *words], tmp_path)
     while len(losses(work)) < 3:
-        assert run.process.exitcode is None, run.text
+        assert program.process.exitcode is None, program.text
         time.sleep(0.01)
-    os.kill(rank_1(run), signal.SIGUSR1)
-    run.until(None)
-    assert run.process.exitcode == os.EX_TEMPFAIL, run.text
+    os.kill(program.process.pid, signal.SIGTERM)
+    program.until(None)
+    assert program.process.exitcode == os.EX_TEMPFAIL, program.text
     done = len(losses(work))
     said = f"The run was asked to end: step {done} is saved, and --resume goes on from there."
-    assert said in run.text and "Traceback" not in run.text
+    assert said in program.text and "Traceback" not in program.text
     assert done < 40 and (work / ENDED).is_file()
-    assert run_warm([*command(program, work), "--resume"], tmp_path).returncode == 0
+    assert run(f"{line}{work} --resume", ranks)[1] is None
     assert losses(work) == losses(alone) and not (work / ENDED).exists()
 
 
+SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
+TURN = "training.launch.notice.Agreement.turn"
+
+
+def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) -> None:
+    """Notice, as it calls a function for the so many-th time since the first checkpoint."""
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = resolve_name(name)
+
+        def noted(*args: Any) -> Any:
+            calls.append(name)
+            if rank == 1 and SAVE in calls and calls[calls.index(SAVE) :].count(function) == call:
+                signal.raise_signal(signal.SIGUSR1)
+            return original(*args)
+
+        return noted
+
+    for name in (SAVE, function):
+        patches.setattr(name, noting(name))
+
+
 @pytest.mark.parametrize(
-    ("program", "number", "doing"),
+    ("line", "function", "call", "saved"),
     [
-        ("run_data_parallel", signal.SIGTERM, "Validating"),  # to all, the program twice
-        ("train 3d --dp 2 --pp 1 --tp 1", signal.SIGUSR1, "Translating"),  # to one rank
+        ("train tensor --save_every 2", STEP, 2, 5),
+        ("run_data_parallel", TURN, 2, 6),  # in the validation, which has three turns
+        ("train 3d --dp 2", TURN, 20, 6),  # in the translation
     ],
 )
-def test_notice_ends_an_evaluation(program: str, number: int, doing: str, tmp_path: Path) -> None:
-    """All ranks end at the same batch or token. What was trained had been saved before."""
-    more = "--n_train 12 --n_layer 4 --n_embd 128 "
-    more += "--n_validation 500" if doing == "Validating" else "--n_test 40 --model_max_length 300"
-    run = Terminal([*command(program, tmp_path / "work"), *more.split()], tmp_path)
-    run.until(rf"Epoch 1(?s:.)*{doing}")
-    if doing == "Validating":  # as `timeout` does
-        os.kill(run.process.pid, number)
-        os.killpg(run.process.pid, number)
-    else:
-        os.kill(rank_1(run), number)
-    run.until(None)
-    assert run.process.exitcode == os.EX_TEMPFAIL, run.text
-    assert "step 2 is saved, and --resume goes on from there" in run.text
-    assert "Traceback" not in run.text and (tmp_path / "work" / ENDED).is_file()
+def test_notice_to_one_rank_ends_all(
+    ranks: Ranks, tmp_path: Path, line: str, function: str, call: int, saved: int
+) -> None:
+    """After the same step, batch or token. What precedes an evaluation had been saved before it."""
+    line += f" {TINY} --n_train 36 --n_validation 36 --workdir {tmp_path}"
+    printed, error = run(line, ranks, partial(to_rank_1, function=function, call=call))
+    said = f"The run was asked to end: step {saved} is saved, and --resume goes on from there."
+    assert error == said, printed
+    assert len(losses(tmp_path)) == saved and (tmp_path / ENDED).is_file()
 
 
 def test_notice_hides_no_error(tmp_path: Path) -> None:
@@ -124,50 +128,6 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
     assert not (tmp_path / ENDED).exists()
 
 
-SRUN = f"""#!{sys.executable}
-import subprocess, sys, time
-from pathlib import Path
-of_torchrun = sys.argv[2 : sys.argv.index("project/train.py")]
-of_torchrun[of_torchrun.index("--nproc-per-node") + 1] = "2"
-program = {[*command("train ddp", Path("workdir_job"), PICTURES), "--resume"]}
-run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *of_torchrun, *program])
-metrics = Path("workdir_job/metrics.jsonl")
-while run.poll() is None and not (metrics.exists() and metrics.read_text().count("loss") > 1):
-    time.sleep(0.01)
-run.terminate()
-sys.exit(run.wait())
-"""
-SCONTROL = """#!/bin/bash
-echo "$@" > asked
-"""
-
-
-def test_notice_to_a_job_of_slurm_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """srun gives torchrun notice after two steps. The script asks for the job to be requeued."""
-    alone, work = tmp_path / "alone", tmp_path / "workdir_job"
-    assert run_warm(command("train ddp", alone, PICTURES), tmp_path).returncode == 0
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    for name, body in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(body)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("SLURM_JOB_NAME", "job")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = ["bash", str(ROOT / "examples" / "slurm" / "one_node.sbatch")]
-    run = subprocess.run(job, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    said, done = run.stderr, len(losses(work))
-    assert run.returncode == 1 and done < 50, said
-    assert said.count(f"asked to end: step {done} is saved") == 1 and (work / ENDED).is_file()
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
-    again = run_warm([*command("train ddp", work, PICTURES), "--resume"], tmp_path)
-    assert again.returncode == 0
-    assert losses(work) == losses(alone) and not (work / ENDED).exists()
-
-
 @pytest.mark.parametrize(("hosts", "status"), [("1", 0), ("2", 75), (None, 75)])
 def test_only_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end(
     hosts: str | None, status: int, monkeypatch: pytest.MonkeyPatch
@@ -177,3 +137,19 @@ def test_only_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_e
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
         monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
     assert Ended().status == status
+
+
+@pytest.mark.parametrize(("local_rank", "said"), [("0", "It has ended.\n"), ("1", "")])
+def test_under_torchrun_the_first_rank_of_a_host_says_that_the_run_has_ended(
+    local_rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise Ended("It has ended.")
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "run", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    assert (end.value.code, capsys.readouterr().err) == (0, said)
