@@ -1,4 +1,4 @@
-"""Processes on a device: what one process computes, with one wait per step.
+"""Layouts on devices: what one process computes on the CPU, with one wait per step.
 
 Two ranks have a device each, and NCCL, whose part gloo plays; four share two devices, and have gloo
 alone. The layouts are rows of tests/equivalence.
@@ -45,6 +45,13 @@ def compared(rank: int, world_size: int, name: str) -> str:
     world, row = row_of(rank, world_size, name, dropout=0.0)  # masks depend on the device
     reference = plain(row.problem, STEPS, torch.float64)
     return check(row, reference, world, STEPS, torch.float64).failure
+
+
+@pytest.mark.parametrize("name", ["module2-gpt2", "threads2-1f1b-clipped", "threads2-zb-m3"])
+@on_device
+def test_two_stages_of_one_process_with_a_device_each(name: str) -> None:
+    """The head's copy of the embedding follows it through both updates."""
+    assert compared(0, 1, name) == ""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,7 +93,7 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
     assert waits(seen) == ONE_WAIT
     plain = plain_step(num_microbatches)
     assert plain.operators["native_dropout"] == seen.operators["native_dropout"] > 0
-    assert len(seen.kernels) <= 1.2 * len(plain.kernels)
+    assert len(seen.kernels) <= 1.15 * len(plain.kernels)
 
 
 @on_device

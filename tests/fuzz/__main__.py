@@ -2,9 +2,8 @@
 
 A case is drawn from one number: a model, a strategy and its options. After every step its losses
 and gradients, and at the end its weights and outputs, must be those of plain training with the full
-batch, in float64 and by name. Models do odd things, too (tests/fuzz/models.py, `Odd`); some of them
-a strategy may refuse, with the sentence that is expected there. The first difference, other error
-or hang ends the run with status 1.
+batch, in float64 and by name. Only a trace may refuse a batch, of other sizes than its example's.
+The first difference, other error or hang ends the run with status 1.
 
     python -m tests.fuzz --seconds 300                 every kind in turn
     python -m tests.fuzz --seconds 60 --only fsdp3 --seed 1000

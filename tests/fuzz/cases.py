@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.pipe import Pipe
-from pipeline.processes.messages import PeerError
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ONE_EACH
 from pipeline.tracing.trace import split
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
-from tests.fuzz.models import DOMAINS, Again, Borrows, build, loss_of, make_input, refusals
+from tests.fuzz.models import DOMAINS, build, loss_of, make_input
 from tests.pipeline.pipeline_models import cut
 from tests.ranks import sharing
 
@@ -70,12 +69,6 @@ class Case:
     def model(self, device: str = "cpu") -> nn.Sequential:
         return build(self.name, self.domain, device)
 
-    def refusals(self) -> list[str]:
-        """What may be said instead of training it: regular expressions."""
-        families = {"traced": ("traced", "pipe"), "ddp": ()}
-        family = ("fsdp",) if self.kind.startswith("fsdp") else families.get(self.kind, ("pipe",))
-        return [said for name in family for said in refusals(self.model(), name)]
-
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         size, length = self.steps[step]
         target = torch.linspace(-1, 1, size, dtype=DTYPE)
@@ -99,12 +92,6 @@ def draw(seed: int) -> Case:
     """The case of that number: the first drawn from it that plain PyTorch can train."""
     for attempt in count():
         case = _draw(seed, f"{seed}/{attempt}")
-        # A refusal within a step leaves ranks without examples waiting: only those before it.
-        late = (Again, Borrows)
-        if case.kind.startswith("fsdp") and any(
-            isinstance(m, late) and "fsdp" in m.refused for m in case.model().modules()
-        ):
-            continue
         try:
             found = plain(case)
         except RuntimeError:  # a layer writes to what another needs; nothing has a gradient
@@ -281,20 +268,17 @@ KINDS: dict[str, Callable[[Case, int], Found]] = {
 
 
 def run(rank: int, _: int, seed: int) -> bytes:
-    """What this rank of three has found, or a text that says why it refuses the case, if that is
-    expected; nothing if the case needs one process. As bytes: torch would share each tensor as a
-    file."""
+    """What this rank of three has found, or the text by which it refuses other sizes than those of
+    a trace's example; nothing if the case needs one process. As bytes: torch would share each
+    tensor as a file."""
     case = draw(seed)
     idle = rank > 0 and case.kind in ON_ONE
     try:
         return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
-    except PeerError as error:  # over process groups it does not have the other rank's sentence
-        return pickle.dumps(error)
-    except (RuntimeError, ValueError) as error:
-        said = str(error)
-        if not any(re.search(refusal, said) for refusal in case.refusals()):
+    except ValueError as error:
+        if case.kind != "traced" or "the trace does not hold" not in str(error):
             raise
-        return pickle.dumps(said)
+        return pickle.dumps(str(error))
 
 
 def refused(by_rank: Sequence[bytes]) -> bool:
@@ -307,8 +291,6 @@ def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
     the case was refused."""
     if refused(by_rank):
         return []
-    if lonely := [str(mine) for mine in map(pickle.loads, by_rank) if isinstance(mine, PeerError)]:
-        return lonely
     expected = plain(draw(seed))
     # Of an empty weight no rank of fsdp holds a part.
     nothing = [name for name, v in expected.items() if v is None or not v.numel()]

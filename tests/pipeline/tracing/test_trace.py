@@ -19,8 +19,9 @@ from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
 from pipeline.tracing.trace import split
-from tests.fuzz.models import Hooked, Hooks, Modes, Reverse
+from tests.odd_layers import Complex, Empty, Reverse, hook_in_forward, hooked
 from tests.pipeline.pipeline_models import (
+    Call,
     assert_close,
     assert_same_bits,
     gpt2,
@@ -61,6 +62,10 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def odd() -> nn.Sequential:
+    return nn.Sequential(Complex(), Empty(bias=True), nn.Linear(4, 3))
+
+
 def made(module: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return module().double()
@@ -93,6 +98,7 @@ CASES: dict[str, Case] = {
         torch.tensor([0, 1, 2, 3, 4, 0, 1]), partial(F.cross_entropy, reduction="sum"),
         ["second"],  # the shortcut crosses
     ),
+    "odd": (partial(made, odd), noise(2, 4), noise(5, 4), noise(5, 3), square_error, ["1"]),
     "gpt2": (
         partial(gpt2, blocks=1), {"input_ids": IDS[:2, :3], "use_cache": False},
         {"input_ids": IDS, "use_cache": False}, LABELS, loss_of_tokens, ["transformer.h.0.mlp"],
@@ -289,15 +295,21 @@ UNTRACED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
     (Short, {"at": ["a"]}, "nothing is left to compute before a"),
     (
-        Reverse, {"stages": 1},
+        lambda: nn.Sequential(Call(Reverse.apply)), {"stages": 1},
         r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
     ),
     (
-        lambda: nn.Sequential(nn.Linear(4, 4), Hooks()), {"stages": 1},
+        lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), {"stages": 1},
         r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
     ),
-    (partial(Hooked, 4), {"stages": 1}, r"linear \(Linear\) has a hook on its backward, which"),
-    (Modes, {"stages": 1}, r"dropout \(Dropout\) is in evaluation, the model in training"),
+    (
+        lambda: nn.Sequential(*hooked()), {"stages": 1},
+        r"1.0 \(Linear\) has a hook on its backward, which",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval()), {"stages": 1},
+        r"1 \(Dropout\) is in evaluation, the model in training",
+    ),
     (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
 ]  # fmt: skip
 
