@@ -34,13 +34,7 @@ class Copy(NamedTuple):
 
     source: str  # "cpu", "cuda:0"
     target: str
-    where: str
     streams: tuple[int, int]  # the current ones of source and target; 0 for the CPU
-
-
-class Collective(NamedTuple):
-    operator: str
-    where: str
 
 
 @dataclass
@@ -50,7 +44,7 @@ class Seen:
     kernels: list[Kernel] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)  # their operators
 
     @property
     def streams(self) -> Counter[tuple[int, int]]:
@@ -95,20 +89,20 @@ def copy(source: int | None, target: int | None) -> None:
     if _watching:
         names = ["cpu" if k is None else f"cuda:{k}" for k in (source, target)]
         streams = _stream(source), _stream(target)
-        _note("copies", Copy(names[0], names[1], where(), streams))
+        _note("copies", Copy(names[0], names[1], streams))
 
 
 def collective(operator: str) -> None:
     """Ranks exchange something."""
     if _watching:
-        _note("collectives", Collective(operator, where()))
+        _note("collectives", operator)
 
 
 def _stream(device: int | None) -> int:
     return 0 if device is None else torch._C._accelerator_getStream(device).stream_id
 
 
-def _note(kind: str, what: Kernel | Wait | Copy | Collective) -> None:
+def _note(kind: str, what: Kernel | Wait | Copy | str) -> None:
     with _lock:
         for seen in _watching:
             getattr(seen, kind).append(what)

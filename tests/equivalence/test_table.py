@@ -55,7 +55,7 @@ SHORT = """
     pipeline2-zb-untied pipeline2-zb-dropout pipeline2-1f1b-recompute_except_last
     pipeline2-interleaved-resumed pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence
     mesh2-1x1x2-odd mesh2-1x1x2-untied mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-1x2x2
-    mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed mesh4-1x2x2-recompute_always
+    mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed mesh2-1x1x2-recompute_always
     mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1
 """
 

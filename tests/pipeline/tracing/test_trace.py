@@ -19,6 +19,7 @@ from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
 from pipeline.tracing.trace import split
+from tests.fuzz.models import Products, Shift, Skip
 from tests.odd_layers import Complex, Empty, Reverse, hook_in_forward, hooked
 from tests.pipeline.pipeline_models import (
     Call,
@@ -66,6 +67,14 @@ def odd() -> nn.Sequential:
     return nn.Sequential(Complex(), Empty(bias=True), nn.Linear(4, 3))
 
 
+def sequence() -> nn.Sequential:
+    """Operations in place, a weight in several products, attention, a shortcut over a cut. B T C"""
+    attention = nn.TransformerEncoderLayer(4, 1, 6, 0.0, batch_first=True)
+    return nn.Sequential(
+        Products(4), nn.ELU(inplace=True), attention, Skip(4), Call(sum), Shift(4), nn.Linear(4, 3)
+    )
+
+
 def made(module: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return module().double()
@@ -99,6 +108,10 @@ CASES: dict[str, Case] = {
         ["second"],  # the shortcut crosses
     ),
     "odd": (partial(made, odd), noise(2, 4), noise(5, 4), noise(5, 3), square_error, ["1"]),
+    "sequence": (
+        partial(made, sequence), noise(2, 3, 4), noise(7, 4, 4), noise(7, 4, 3), square_error,
+        ["2", "4"],
+    ),
     "gpt2": (
         partial(gpt2, blocks=1), {"input_ids": IDS[:2, :3], "use_cache": False},
         {"input_ids": IDS, "use_cache": False}, LABELS, loss_of_tokens, ["transformer.h.0.mlp"],
