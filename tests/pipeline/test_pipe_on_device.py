@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
@@ -59,6 +60,17 @@ def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]
             if step is not forward_backward:
                 found["x"] = expected["x"]
             assert_close(found, expected)
+
+
+@on_device
+def test_a_copy_of_a_tied_weight_belongs_to_no_stage() -> None:
+    """An optimizer would update it apart from the original."""
+    model = tied()
+    layers, replicas = split(model, ("cuda:0", "cuda:1"))
+    with Pipe(layers, replicas=replicas) as pipe:
+        owned = [p for parameters in pipe.stage_parameters() for p in parameters]
+    assert set(owned) == {*model.parameters()} - {*replicas} and len(owned) == len(set(owned))
+    assert len(replicas) == 1
 
 
 @pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs"])
