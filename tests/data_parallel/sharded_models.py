@@ -53,8 +53,8 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def filled(model: nn.Module) -> Any:
-    """The same, with values by name."""
-    for name, p in model.to(DTYPE).named_parameters():
+    """The same in float64, with values by name; complex ones stay complex."""
+    for name, p in model.double().named_parameters():
         fill(name, p)
     return model
 

@@ -4,7 +4,6 @@ That training is then that of one process, the rows of tests/equivalence/table.p
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from data_parallel.ddp import DistributedDataParallel
-from data_parallel.gradients import average_gradients, average_gradients_flat
 from tests.ranks import Ranks, sharing
 
 
@@ -68,23 +66,3 @@ def _copied(rank: int, world_size: int, share: bool) -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_a_copy_averages_its_gradients_or_is_refused(ranks: Ranks, share: bool) -> None:
     ranks.run(_copied, share)
-
-
-def _sparse(rank: int, world_size: int, way: str) -> None:
-    """Rank r looks up words 0 and r, twice."""
-    net: Any = nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
-    ddp = DistributedDataParallel(net) if way == "buckets" else net
-    for last in (False, True):
-        with ddp.no_sync() if way == "buckets" and not last else nullcontext():
-            ddp(torch.tensor([0, rank])).sum().backward()
-    if way == "buckets":
-        ddp.average_gradients()
-    else:
-        {"per_parameter": average_gradients, "flat": average_gradients_flat}[way](net)
-    assert world_size == 2
-    assert net.weight.grad.tolist() == [[3.0, 3.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("way", ["buckets", "per_parameter", "flat"])
-def test_gradients_of_sparse_embeddings_are_averaged(ranks: Ranks, way: str) -> None:
-    ranks.run(_sparse, way)

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
@@ -31,7 +29,8 @@ from tests.data_parallel.sharded_models import (
     tied,
     whole,
 )
-from tests.pipeline.pipeline_models import Call, LookUp
+from tests.odd_layers import FEATURES, ODD, linear
+from tests.pipeline.pipeline_models import Call
 from tests.ranks import Ranks, sharing
 
 
@@ -91,7 +90,7 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.ones(FEATURES))
 
     def forward(self, given: Any) -> tuple[Tensor, ...]:
         x, *weights = given if isinstance(given, tuple) else (given,)
@@ -104,22 +103,10 @@ class Matrix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(3, 3)
+        self.table = nn.Embedding(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.table.weight
-
-
-class Again(nn.Module):
-    """Runs its layers again in backward, of which one is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.layers[2].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.layers, x.sin(), use_reentrant=False)
 
 
 class Sometimes(nn.Module):
@@ -128,50 +115,39 @@ class Sometimes(nn.Module):
 
     def __init__(self, always: bool) -> None:
         super().__init__()
-        self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.one, self.two = (nn.Parameter(torch.ones(FEATURES)) for _ in "12")
         self.always = always
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.one * (self.two if self.always or len(x) > 2 else 1)  # more: on rank 1
 
 
-class Empty(nn.Module):
-    """All its weights together have no element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none, self.all = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(3, 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(F.linear(x, self.none), self.all)
-
-
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "unused": lambda: [Sometimes(False), *(Sometimes(True) for _ in range(3))],
-    "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
-    "checkpoint": lambda: [Again(), nn.Tanh(), Again()],
-    "empty": lambda: [Empty(), nn.Linear(3, 3)],
-    "sparse": lambda: [LookUp(3), nn.Linear(3, 3), LookUp(3)],
+    "matrix": lambda: [Matrix(), nn.Linear(FEATURES, 1, bias=False)],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
         Call(lambda box: box.hidden * box.skip),
     ],
     "view": lambda: [Call(lambda x: (x, x[:, :1])), Call(lambda pair: pair[0].mul_(2) + pair[1])],
-    "saved": lambda: [nn.Linear(3, 3), Call(lambda x: torch.tanh(x).mul_(2))],
+    "saved": lambda: [linear(), Call(lambda x: torch.tanh(x).mul_(2))],
+    **ODD,
 }
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor inside SimpleNamespace that requires grad",
     "view": "layer 2 (Call) changes a tensor in place that shares memory",
-    "saved": "a ({}, 3) tensor that backward needs has been modified in place",
+    "saved": "a ({}, 2, 4) tensor that backward needs has been modified in place",
+    "torch.func": "torch.func.{{grad, vjp, jacrev, hessian}} don't yet support saved tensor hooks",
 }
 
 
 def _trained(rank: int, _: int, kind: str) -> None:
     """The gradients are those of one process, or there is an error."""
-    models: list[Any] = [filled(nn.Sequential(nn.Linear(3, 3), *LAYERS[kind]())) for _ in range(2)]
-    inputs = [torch.full((2 + r, 3), 1.0 + r, dtype=DTYPE) for r in range(2)]  # by rank
-    with sharing(kind != "empty"):
+    models: list[Any] = [filled(nn.Sequential(linear(), *LAYERS[kind]())) for _ in range(2)]
+    shapes = [(2 + r, 2, FEATURES) for r in range(2)]  # B T C, by rank
+    inputs = [torch.full(shape, 1.0 + r, dtype=DTYPE) for r, shape in enumerate(shapes)]
+    with sharing(kind != "no features"):
         fsdp = FullyShardedDataParallel(models[0], SGD)
     if kind in REFUSED:
         said = REFUSED[kind].format(len(inputs[rank]))

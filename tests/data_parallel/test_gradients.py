@@ -25,13 +25,14 @@ Gradients = dict[str, Tensor | None]
 
 
 class Net(nn.Module):
-    """Layers of several sizes, a tied weight, one never used, one frozen, and one of another type
-    whose gradient is put there by hand."""
+    """Layers of several sizes, a tied weight, one with a sparse gradient, one never used, one
+    frozen, and one of another type whose gradient is put there by hand."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(11, 6)
+        self.sparse = nn.Embedding(11, 6, sparse=True)
         self.wide = nn.Linear(6, 37)
         self.narrow = nn.Linear(37, 6)
         self.odd = nn.Linear(6, 6)  # used where asked for
@@ -43,7 +44,7 @@ class Net(nn.Module):
         self.by_hand = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
 
     def forward(self, ids: Tensor, odd: bool) -> Tensor:
-        x = self.narrow(torch.tanh(self.wide(self.embed(ids))))
+        x = self.narrow(torch.tanh(self.wide(self.embed(ids) + self.sparse(ids))))
         return self.head(self.odd(x) if odd else x)
 
 
@@ -53,7 +54,9 @@ def _loss(net: Net, seed: int, odd: bool = True) -> Tensor:
 
 
 def _gradients(net: nn.Module) -> Gradients:
-    return {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+    return {
+        n: None if p.grad is None else p.grad.to_dense().clone() for n, p in net.named_parameters()
+    }
 
 
 def _furthest(got: Gradients, want: Gradients) -> float:
@@ -141,8 +144,9 @@ def _grouped(_: int, _world_size: int) -> list[list[int]]:
 
 
 def test_how_parameters_are_grouped(ranks: Ranks) -> None:
-    """In 8 bytes each, from the last: odd, narrow, wide, embed, never; and one of another type."""
-    each = [6, 36, 6, 222, 37, 222, 66, 3, 4]
+    """In 8 bytes each, from the last: odd, narrow, wide, sparse, embed, never; and one of another
+    type."""
+    each = [6, 36, 6, 222, 37, 222, 66, 66, 3, 4]
     want = [each, each, [6 + 36, *each[2:]], [sum(each) - 37 - 4, 4, 37]]
     assert ranks.run(_grouped) == [want] * 2
 
@@ -168,8 +172,8 @@ def _recorded(rank: int, _: int, share: bool) -> list[Any]:
 def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
     """A recorder is told of each, in their order. The last have parameters without a gradient.
     Gradients are views of them, so a second backward must not begin before the first is over."""
-    events = [("all_reduce", i, -1) for i in range(9)] + [("barrier", -1, -1)] * share
-    want = [share, True, events, [True] * 7 + [False] * 2]
+    events = [("all_reduce", i, -1) for i in range(10)] + [("barrier", -1, -1)] * share
+    want = [share, True, events, [True] * 8 + [False] * 2]
     assert ranks.run(_recorded, share) == [want] * 2
 
 

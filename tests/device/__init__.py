@@ -12,8 +12,8 @@
 What is as on CUDA: tensors report cuda:k; those of two devices, or of a device and the CPU, do not
 mix; autograd runs the backward of a device on a thread of that device, on the streams of the
 forward; current device and streams are each thread's own; each device has its generator; memory
-can be pinned; kernels, copies and what the host waits for are noted by `phase`, file and line, and
-kernels with their stream. A foreach operator and attention count as one kernel each.
+can be pinned; kernels, copies and what the host waits for are noted by file and line, and kernels
+with their stream. A foreach operator counts as one kernel.
 
 What it cannot show: races between streams, memory, times, NCCL itself (gloo stands for it), CUDA
 graphs, torch.compile, and what an operator launches inside: one that is no view counts as one.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import seen
-from .tensors import DeviceTensor, aten, attention, dispatch, index_of
+from .tensors import DeviceTensor, aten, dispatch, index_of
 
 MOST = 16  # as in guard.cpp
 _keep: list[Any] = []  # libraries of operators, what C++ calls, and the guard
@@ -176,9 +176,7 @@ def _put_operators() -> None:
     library.impl("copy_", lambda *args, **kwargs: dispatch(aten.copy_.default, args, kwargs))
     others = torch.library.Library("_", "IMPL", "CUDA")
     others.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs))
-    autograd = torch.library.Library("aten", "IMPL", "AutogradCUDA")
-    autograd.impl("scaled_dot_product_attention", attention)
-    _keep.extend([library, others, autograd])
+    _keep.extend([library, others])
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ HERE = str(Path(__file__).parent)
 
 
 class Kernel(NamedTuple):
-    phase: str
     operator: str
     where: str  # file:line of the nearest caller, or [node] of autograd
     device: int
@@ -26,7 +25,6 @@ class Kernel(NamedTuple):
 
 
 class Wait(NamedTuple):
-    phase: str
     why: str
     where: str
 
@@ -34,17 +32,9 @@ class Wait(NamedTuple):
 class Copy(NamedTuple):
     """A copy from or to the device; a wait too, if the host waits for it."""
 
-    phase: str
     source: str  # "cpu", "cuda:0"
     target: str
-    where: str
     streams: tuple[int, int]  # the current ones of source and target; 0 for the CPU
-
-
-class Collective(NamedTuple):
-    phase: str
-    operator: str
-    where: str
 
 
 @dataclass
@@ -54,7 +44,7 @@ class Seen:
     kernels: list[Kernel] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)  # their operators
 
     @property
     def streams(self) -> Counter[tuple[int, int]]:
@@ -68,7 +58,6 @@ class Seen:
 
 
 _watching: list[Seen] = []
-_phases = ["other"]
 _lock = threading.Lock()
 
 
@@ -83,26 +72,16 @@ def watch() -> Iterator[Seen]:
         _watching.remove(seen)
 
 
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Names what happens inside, in all threads."""
-    _phases.append(name)
-    try:
-        yield
-    finally:
-        _phases.pop()
-
-
 def kernel(operator: str, device: int) -> None:
     """The device launches one."""
     if _watching:
-        _note("kernels", Kernel(_phases[-1], operator, where(), device, _stream(device)))
+        _note("kernels", Kernel(operator, where(), device, _stream(device)))
 
 
 def wait(why: str) -> None:
     """The host waits."""
     if _watching:
-        _note("waits", Wait(_phases[-1], why, where()))
+        _note("waits", Wait(why, where()))
 
 
 def copy(source: int | None, target: int | None) -> None:
@@ -110,20 +89,20 @@ def copy(source: int | None, target: int | None) -> None:
     if _watching:
         names = ["cpu" if k is None else f"cuda:{k}" for k in (source, target)]
         streams = _stream(source), _stream(target)
-        _note("copies", Copy(_phases[-1], names[0], names[1], where(), streams))
+        _note("copies", Copy(names[0], names[1], streams))
 
 
 def collective(operator: str) -> None:
     """Ranks exchange something."""
     if _watching:
-        _note("collectives", Collective(_phases[-1], operator, where()))
+        _note("collectives", operator)
 
 
 def _stream(device: int | None) -> int:
     return 0 if device is None else torch._C._accelerator_getStream(device).stream_id
 
 
-def _note(kind: str, what: Kernel | Wait | Copy | Collective) -> None:
+def _note(kind: str, what: Kernel | Wait | Copy | str) -> None:
     with _lock:
         for seen in _watching:
             getattr(seen, kind).append(what)

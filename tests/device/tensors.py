@@ -7,7 +7,6 @@ kernel, a foreach operator too.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -267,61 +266,3 @@ def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         out = torch.empty_like(*args, **kwargs)
         return (out.uniform_ if name == "rand_like" else out.normal_)(generator=generator)
     raise NotImplementedError(f"the device without hardware cannot draw {name}")
-
-
-# ---------------------------------------------------------------------------- one-kernel attention
-
-
-class _Attention(torch.autograd.Function):
-    """Attention as a fused kernel forward and one backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None
-    ) -> Tensor:
-        at = q.at
-        for x in (k, v, *([] if mask is None else [mask])):
-            if not isinstance(x, DeviceTensor) or x.at != at:
-                raise RuntimeError("Expected query, key, value and mask to be on the same device")
-        seen.kernel("attention", at)
-        raw = [x.raw for x in (q, k, v)]
-        scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
-        scores = raw[0] @ raw[1].transpose(-2, -1) * scale
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
-        if mask is not None:
-            is_bool = mask.dtype == torch.bool
-            scores = scores.masked_fill(~mask.raw, -math.inf) if is_bool else scores + mask.raw
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights.to(scores.dtype)
-        keep = torch.ones((), dtype=weights.dtype)
-        if p:
-            keep = torch.empty_like(weights, dtype=torch.float32)
-            generator = torch.cuda.default_generators[at]
-            with _drawing:
-                _generator.set_state(generator.get_state())
-                keep = (keep.uniform_(generator=_generator) >= p).to(weights.dtype) / (1 - p)
-                generator.set_state(_generator.get_state())
-        ctx.kept = raw, weights, keep, scale, at
-        y = (weights * keep) @ raw[2]
-        return DeviceTensor(y.transpose(1, 2).contiguous().transpose(1, 2), at)  # as flash does
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        (q, k, v), weights, keep, scale, at = ctx.kept
-        seen.kernel("attention_backward", at)
-        dv = (weights * keep).transpose(-2, -1) @ dy.raw
-        dw = (dy.raw @ v.transpose(-2, -1)) * keep
-        ds = weights * (dw - (dw * weights).sum(-1, keepdim=True)) * scale
-        found = [ds @ k, ds.transpose(-2, -1) @ q, dv]
-        return *(DeviceTensor(x, at) for x in found), None, None, None, None
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    assert not enable_gqa
-    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)

@@ -1,4 +1,4 @@
-"""Processes on a device: what one process computes, with one wait per step.
+"""Layouts on devices: what one process computes on the CPU, with one wait per step.
 
 Two ranks have a device each, and NCCL, whose part gloo plays; four share two devices, and have gloo
 alone. The layouts are rows of tests/equivalence.
@@ -49,6 +49,13 @@ def compared(rank: int, world_size: int, name: str) -> str:
     return check(row, reference, world, STEPS, torch.float64).failure
 
 
+@pytest.mark.parametrize("name", ["module2-gpt2", "threads2-1f1b-clipped", "threads2-zb-m3"])
+@on_device
+def test_two_stages_of_one_process_with_a_device_each(name: str) -> None:
+    """The head's copy of the embedding follows it through both updates."""
+    assert compared(0, 1, name) == ""
+
+
 @pytest.mark.parametrize("name", NAMES)
 @on_device
 def test_two_ranks_with_a_device_each(name: str) -> None:
@@ -70,7 +77,7 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
         for _ in range(STEPS):
             with watch() as seen:
                 train(training.model, training.optimizer, islice(steps, 1), "", rank=1)
-    return [wait.where for wait in seen.waits], {c.operator for c in seen.collectives}
+    return [wait.where for wait in seen.waits], set(seen.collectives)
 
 
 @pytest.mark.parametrize("name", NAMES[1::2])

@@ -93,7 +93,7 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
     assert waits(seen) == ONE_WAIT
     plain = plain_step(num_microbatches)
     assert plain.operators["native_dropout"] == seen.operators["native_dropout"] > 0
-    assert len(seen.kernels) <= 1.2 * len(plain.kernels)
+    assert len(seen.kernels) <= 1.15 * len(plain.kernels)
 
 
 @on_device
@@ -181,31 +181,26 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
 
 
-def ddp(rank: int, world_size: int, num_microbatches: int) -> dict[str, Any]:
+def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
+    """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
     world = World(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    setup = Setup(ADAMW, num_microbatches=num_microbatches)
+    setup = Setup(ADAMW, num_microbatches=4)
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup, bucket_bytes=8 << 10)
-    average: Any = model.average_gradients
-    seen = third_step(model, world, average)
-    assert model.close() is None
-    copies = [kernel for kernel in seen.kernels if kernel.where.startswith(GRADIENTS)]
-    names = Counter(kernel.operator for kernel in copies)
-    return {"waits": waits(seen), "kernels": len(seen.kernels), "of buckets": names}
+    seen = third_step(model, world, model.average_gradients)
+    model.close()
+    of_buckets = [kernel for kernel in seen.kernels if kernel.where.startswith(GRADIENTS)]
+    return waits(seen), len(seen.kernels), Counter(kernel.operator for kernel in of_buckets)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
 @on_device
-def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket(
-    num_microbatches: int,
-) -> None:
-    found = ranks(2).run(ddp, num_microbatches)
-    plain = plain_step(num_microbatches)
-    for of_rank in found:
-        assert of_rank["waits"] == ONE_WAIT
-        assert of_rank["kernels"] <= 1.2 * len(plain.kernels)
-        n = of_rank["of buckets"]["_foreach_copy_"]
-        assert n > 2 and of_rank["of buckets"] == {"_foreach_copy_": n, "fill_": n, "div_": n}
+def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket() -> None:
+    plain = plain_step(4)
+    for found, kernels, of_buckets in ranks(2).run(ddp):
+        assert found == ONE_WAIT
+        assert kernels <= 1.15 * len(plain.kernels)
+        n = of_buckets["_foreach_copy_"]
+        assert n > 2 and of_buckets == {"_foreach_copy_": n, "fill_": n, "div_": n}
 
 
 @on_device

@@ -41,22 +41,20 @@ def failure(world: Ranks | None, name: str, steps: int = 2, draws: bool = False)
 
 
 # The short form: every layout, way of averaging, ZeRO stage and schedule, on text and on pictures,
-# and what is special in each. (A run that is resumed says what a second one would.) `make verify`
-# runs all there are.
+# and what is special in each. (A run that is resumed says what a second one would; meshes have
+# dropout.) `make verify` runs all there are.
 SHORT = """
     single-one_more single-dropout threads1-1f1b-m3 threads2-gpipe-m3 threads2-1f1b-auto
     threads2-zb-clipped threads2-zb-same_length threads2-zb-recompute_sqrt
-    threads2-interleaved-v2_m3 threads3-zb-cut_6_1_1 module2-vgg16 module3-gpt2
-    blocks2-one_by_one blocks3-resumed
-    ddp2-per_parameter-one_more ddp2-flat-no_target ddp2-overlap-m2 ddp2-gloo-none_left
-    ddp2-overlap-vgg16 ddp2-overlap-dropout ddp3-overlap-none_left fsdp2-zero1-no_target
-    fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo fsdp2-zero2-vgg16 fsdp2-zero3-dropout
-    fsdp2-zero3-recompute_always fsdp3-zero3-none_left pipeline2-1f1b-m8
-    pipeline2-zb-untied pipeline2-zb-dropout pipeline2-1f1b-recompute_except_last
-    pipeline2-interleaved-resumed pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence
-    mesh2-1x1x2-odd mesh2-1x1x2-untied mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-1x2x2
-    mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed mesh4-1x2x2-recompute_always
-    mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1
+    threads2-interleaved-v2_m3 threads3-zb-cut_6_1_1 module2-vgg16 module3-gpt2 blocks2-one_by_one
+    blocks3-resumed ddp2-per_parameter-one_more ddp2-flat-no_target ddp2-overlap-m2
+    ddp2-gloo-none_left ddp2-overlap-vgg16 ddp3-overlap-none_left fsdp2-zero1-no_target
+    fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo fsdp2-zero2-vgg16
+    fsdp2-zero3-recompute_always fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied
+    pipeline2-1f1b-recompute_except_last pipeline2-interleaved-resumed pipeline2-zbv-vgg16
+    mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied mesh2-2x1x1
+    mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-1x2x2 mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed
+    mesh2-1x1x2-recompute_always mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1
 """
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate, count, pairwise
+from itertools import count, pairwise
 from random import Random
 from typing import Any
 
@@ -24,17 +23,15 @@ from torch import Tensor, nn
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.pipe import Pipe
-from pipeline.processes.messages import PeerError
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ONE_EACH
-from pipeline.tracing.trace import split
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
-from tests.fuzz.models import DOMAINS, Again, Borrows, build, loss_of, make_input, refusals
+from tests.fuzz.models import DOMAINS, build, loss_of, make_input
 from tests.pipeline.pipeline_models import cut
 from tests.ranks import sharing
 
 WORLD_SIZE = 3
-ON_ONE = ("forward", "train_step", "traced")  # kinds that need one process
+ON_ONE = ("forward", "train_step")  # kinds that need one process
 # Relative to the largest value of a gradient or weight. Sums of less than 1e3 terms of like size
 # are off by 1e-13; the rest is for what cancels, and for three steps.
 TOLERANCE = 1e-9
@@ -70,12 +67,6 @@ class Case:
     def model(self, device: str = "cpu") -> nn.Sequential:
         return build(self.name, self.domain, device)
 
-    def refusals(self) -> list[str]:
-        """What may be said instead of training it: regular expressions."""
-        families = {"traced": ("traced", "pipe"), "ddp": ()}
-        family = ("fsdp",) if self.kind.startswith("fsdp") else families.get(self.kind, ("pipe",))
-        return [said for name in family for said in refusals(self.model(), name)]
-
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         size, length = self.steps[step]
         target = torch.linspace(-1, 1, size, dtype=DTYPE)
@@ -99,12 +90,6 @@ def draw(seed: int) -> Case:
     """The case of that number: the first drawn from it that plain PyTorch can train."""
     for attempt in count():
         case = _draw(seed, f"{seed}/{attempt}")
-        # A refusal within a step leaves ranks without examples waiting: only those before it.
-        late = (Again, Borrows)
-        if case.kind.startswith("fsdp") and any(
-            isinstance(m, late) and "fsdp" in m.refused for m in case.model().modules()
-        ):
-            continue
         try:
             found = plain(case)
         except RuntimeError:  # a layer writes to what another needs; nothing has a gradient
@@ -177,13 +162,10 @@ def _evaluated(case: Case, model: nn.Module, run: Callable[[Any], Any]) -> Found
 
 
 def _threads(case: Case, _: int) -> Found:
-    """`Pipe.forward` and a plain backward, or `Pipe.train_step`; of the model, or of its trace."""
-    model, m, sizes = case.model(), case.options["m"], list(case.sizes)
-    layers = _traced(case, model) if case.kind == "traced" else model
-    if case.kind == "traced":
-        sizes = [1] * len(layers)
-    devices = [f"cpu:{s % case.options['workers']}" for s in range(len(sizes))]
-    with Pipe(cut(layers, sizes, devices), m) as pipe:
+    """`Pipe.forward` and a plain backward, or `Pipe.train_step`."""
+    model, m = case.model(), case.options["m"]
+    devices = [f"cpu:{s % case.options['workers']}" for s in range(case.n)]
+    with Pipe(cut(model, case.sizes, devices), m) as pipe:
 
         def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
             if case.kind == "forward":
@@ -191,18 +173,7 @@ def _threads(case: Case, _: int) -> Found:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
 
         found = _train(case, dict(model.named_parameters()), step)
-        return found | _evaluated(case, layers, pipe)
-
-
-def _traced(case: Case, model: nn.Sequential) -> nn.Sequential:
-    """The stages of a trace; one stage where there is no such cut."""
-    ends = list(accumulate(case.sizes))[:-1]
-    try:
-        return split(model, case.batch(0)[0], [str(end) for end in ends])
-    except ValueError as error:
-        if not re.search("nothing is left to compute|calls no such submodule", str(error)):
-            raise
-        return split(model, case.batch(0)[0], [])
+        return found | _evaluated(case, model, pipe)
 
 
 def _process(case: Case, _: int) -> Found:
@@ -272,8 +243,8 @@ def _fsdp(case: Case, rank: int) -> Found:
 
 
 KINDS: dict[str, Callable[[Case, int], Found]] = {
-    "forward": _threads, "train_step": _threads, "process": _process,
-    "traced": _threads, "ddp": _ddp, "fsdp2": _fsdp, "fsdp3": _fsdp,
+    "forward": _threads, "train_step": _threads, "process": _process, "ddp": _ddp,
+    "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
 
 
@@ -281,34 +252,15 @@ KINDS: dict[str, Callable[[Case, int], Found]] = {
 
 
 def run(rank: int, _: int, seed: int) -> bytes:
-    """What this rank of three has found, or a text that says why it refuses the case, if that is
-    expected; nothing if the case needs one process. As bytes: torch would share each tensor as a
-    file."""
+    """What this rank of three has found; nothing if the case needs one process. As bytes: torch
+    would share each tensor as a file."""
     case = draw(seed)
     idle = rank > 0 and case.kind in ON_ONE
-    try:
-        return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
-    except PeerError as error:  # over process groups it does not have the other rank's sentence
-        return pickle.dumps(error)
-    except (RuntimeError, ValueError) as error:
-        said = str(error)
-        if not any(re.search(refusal, said) for refusal in case.refusals()):
-            raise
-        return pickle.dumps(said)
-
-
-def refused(by_rank: Sequence[bytes]) -> bool:
-    """Whether the case was refused, as expected."""
-    return any(isinstance(pickle.loads(mine), str) for mine in by_rank)
+    return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
 
 
 def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
-    """What differs from plain training; what no rank has found is infinitely far off. Nothing, if
-    the case was refused."""
-    if refused(by_rank):
-        return []
-    if lonely := [str(mine) for mine in map(pickle.loads, by_rank) if isinstance(mine, PeerError)]:
-        return lonely
+    """What differs from plain training; what no rank has found is infinitely far off."""
     expected = plain(draw(seed))
     # Of an empty weight no rank of fsdp holds a part.
     nothing = [name for name, v in expected.items() if v is None or not v.numel()]

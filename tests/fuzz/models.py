@@ -1,22 +1,19 @@
-"""Random models: layers one after the other, of tensors B C, B T C or B C H W."""
+"""Random models: layers one after the other, of tensors B C, B T C or B C H W.
+
+What few models do (hooks, checkpoints, complex weights) is tried by name: tests/odd_layers.py."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.data_parallel.sharded_models import DTYPE, Head, fill
 from tests.pipeline.pipeline_models import Call
-
-# Of odd layers at a model's begin, in plain PyTorch, too.
-warnings.filterwarnings("ignore", "None of the inputs have requires_grad|Full backward hook is fir")
 
 WORDS = 7
 DOMAINS = ("flat", "sequence", "ids", "image")
@@ -59,177 +56,6 @@ class Skip(nn.Module):
         return torch.tanh(self.linear(h)), h
 
 
-class Odd(nn.Module):
-    """What few models do. ``refused``: by family of strategies, the error that it may be, instead
-    of the right gradient."""
-
-    refused: Mapping[str, str] = {}
-
-
-class Reverse(Odd):
-    """A backward that is no derivative."""
-
-    refused: Mapping[str, str] = {"traced": "the backward of a torch.autograd.Function would be"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Reverse.apply(x)
-
-
-class _Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.tanh()
-
-    @staticmethod
-    def backward(_: Any, g: Tensor) -> Tensor:
-        return -2 * g
-
-
-class Hooks(Odd):
-    """A hook on a tensor, made in forward."""
-
-    refused: Mapping[str, str] = {"traced": "a hook on a tensor would be lost"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.sin()
-        if y.requires_grad:
-            y.register_hook(lambda g: 3 * g)
-        return y
-
-
-class Hooked(Odd):
-    """Hooks on the backward of a module inside."""
-
-    refused: Mapping[str, str] = {"traced": "has a hook on its backward, which would never run"}
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, features)
-        self.linear.register_full_backward_hook(lambda _, dx, __: _all_twice(dx))
-        self.linear.register_full_backward_pre_hook(lambda _, dy: _all_twice(dy))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
-
-
-def _all_twice(gradients: Any) -> Any:
-    return tuple(map(_twice, gradients))
-
-
-def _twice(g: Tensor | None) -> Any:
-    return None if g is None else 2 * g
-
-
-class Modes(Odd):
-    """A dropout in evaluation mode, in a model in training mode."""
-
-    refused: Mapping[str, str] = {"traced": "is in evaluation, the model in training"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-        self.dropout.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x)
-
-
-class Complex(Odd):
-    """Complex weights in both kinds of products."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, features, dtype=torch.complex128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.linear(torch.complex(x, x.cos()))
-        z = torch.addmm(self.linear.bias, z.reshape(-1, z.size(-1)), self.linear.weight)
-        return torch.view_as_real(z.view(x.shape)).sum(-1).tanh()
-
-
-class Dot(Odd):
-    """A weight of one dimension."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.linear(x, self.weight, self.bias)[..., None]
-
-
-class Empty(Odd):
-    """Products with no features in, or out."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.ones(0, features))
-        self.all = nn.Parameter(torch.ones(features, 0))
-        self.bias = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * F.linear(F.linear(x, self.none), self.all, self.bias)
-
-
-class Again(Odd):
-    """Computed again in backward."""
-
-    def __init__(self, features: int, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(features, features), nn.Tanh())
-        self.use_reentrant = use_reentrant
-        # A trace keeps what the checkpoint forgot, and torch refuses a later write to it.
-        self.refused = {"traced": "modified by an inplace operation"}
-        if use_reentrant:
-            said = r"uses checkpoint\(use_reentrant=True\)"
-            traced = "the backward of a torch.autograd.Function would be"
-            self.refused = {"pipe": said, "fsdp": said, "traced": traced}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
-
-
-class Borrows(Odd):
-    """Uses another layer's weight, in micro-batches that have a large number."""
-
-    refused: Mapping[str, str] = {
-        "pipe": "uses a tensor that requires grad and is neither part of its input nor",
-        "fsdp": "",  # the other layer's weights are not there: torch says that they are meta
-        "traced": "asks for the values of a tensor",
-    }
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.other = [other]  # not a submodule
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = x > 0.5
-        return x + large * self.other[0].weight.sum() if large.any() else x
-
-
-def _odd(rng: Random, C: int, layers: Sequence[nn.Module]) -> nn.Module:
-    """One of them, for C features in the last dimension."""
-    linears = [m for m in layers if type(m) is nn.Linear]
-    made: list[Callable[[], nn.Module]] = [
-        Reverse, Hooks, Modes, lambda: Hooked(C), lambda: Complex(C), lambda: Dot(C),
-        lambda: Empty(C), lambda: Again(C, rng.random() < 0.3),
-        lambda: Borrows(rng.choice(linears)) if linears else Reverse(),
-    ]  # fmt: skip
-    return rng.choice(made)()
-
-
-def refusals(model: nn.Module, family: str) -> list[str]:
-    """What a strategy of this family ("pipe", "fsdp", "traced") may say of the model, as regular
-    expressions."""
-    odd = [m for m in model.modules() if isinstance(m, Odd)]
-    found = [m.refused[family] for m in odd if m.refused.get(family)]
-    if family == "fsdp" and any(p._backward_hooks for p in model.parameters()):
-        found.append("has a hook on its gradient, which would never run")
-    if family == "traced":  # sizes that the example did not have
-        found.append("the trace holds only where")
-    return found
-
-
 def _other_strides(x: Tensor) -> Tensor:
     """A copy of the same values. (`contiguous` makes none of a micro-batch of one example.)"""
     return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
@@ -246,13 +72,11 @@ def build(name: str, domain: str, device: str) -> nn.Sequential:
         model = nn.Sequential(*_layers(rng, domain))
         if rng.random() < 0.2:
             model[-1].register_parameter("unused", nn.Parameter(torch.ones(3)))
-        model.double()  # complex weights stay complex
+        model.double()
     first = rng.randint(1, len(model)) if rng.random() < 0.2 else 0
     frozen = set(model[:first].parameters())
     for p in model.parameters():
         p.requires_grad_(p not in frozen and rng.random() < 0.85)
-        if p.requires_grad and rng.random() < 0.03:
-            p.register_hook(_twice)
     if device == "cpu":
         for full_name, t in [*model.named_parameters(), *model.named_buffers()]:
             fill(full_name, t)
@@ -302,9 +126,6 @@ def _layers(rng: Random, domain: str) -> list[nn.Module]:
     embedding = nn.Embedding(WORDS, C, padding_idx=rng.choice((None, 0)), sparse=rng.random() < 0.2)
     layers: list[nn.Module] = [embedding] if domain == "ids" else []
     for _ in range(rng.randint(3, 8)):
-        if domain != "image" and rng.random() < 0.25:
-            layers.append(_odd(rng, C, layers))
-            continue
         layers += _layer(rng, C, domain)
         if isinstance(layers[-1], nn.Linear):
             C = layers[-1].out_features

@@ -57,8 +57,8 @@ def square_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
-    """By name."""
-    return {name: p.grad for name, p in model.named_parameters()}
+    """By name; sparse ones as dense tensors."""
+    return {n: None if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
 
 
 def take_gradients(model: nn.Module) -> dict[str, Any]:
@@ -187,17 +187,6 @@ def watched(kept: list[Any], most: int) -> Call:
 def alive(kept: list[Any]) -> int:
     gc.collect()
     return sum(reference() is not None for reference in kept)
-
-
-class LookUp(nn.Module):
-    """Its weight's gradient is sparse."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, features, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.table((x.sum(-1) > 0).long())
 
 
 class Paused:

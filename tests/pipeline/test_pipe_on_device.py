@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from pipeline.pipe import Pipe
 from pipeline.replicas import place_layers
@@ -18,11 +17,9 @@ from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
     STEPS,
-    Call,
     Step,
     assert_close,
     batch,
-    cut,
     forward_backward,
     gradients,
     in_one_process,
@@ -31,6 +28,7 @@ from tests.pipeline.pipeline_models import (
     tower,
     zb,
 )
+from tests.pipeline.test_plain_programs import is_refused, trains_as_in_plain_pytorch
 
 PLACES = (
     ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0", "cuda:1"), ("cpu:0", "cuda:0"),
@@ -64,36 +62,27 @@ def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]
             assert_close(found, expected)
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits, target.to(logits.device), reduction="sum")
-
-
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cpu:0", "cuda:1")], ids="-".join)
 @on_device
-def test_a_tied_weight_gets_the_sum_of_both_stages(devices: tuple[str, ...]) -> None:
-    """After an update its copy on the other device has followed."""
-    ids, target = torch.arange(8) % 9, (torch.arange(8) * 5) % 9
-    reference, model = tied(), tied()
-    layers, replicas = split(model, devices)
-    assert len(replicas) == 1
-    with Pipe(layers, split_size=2, replicas=replicas) as pipe:
-        (copy,) = replicas  # belongs to nobody
+def test_a_copy_of_a_tied_weight_belongs_to_no_stage() -> None:
+    """An optimizer would update it apart from the original."""
+    model = tied()
+    layers, replicas = split(model, ("cuda:0", "cuda:1"))
+    with Pipe(layers, replicas=replicas) as pipe:
         owned = [p for parameters in pipe.stage_parameters() for p in parameters]
-        assert set(owned) == {*model.parameters()} - {copy} and len(owned) == len(set(owned))
-        for step in ("autograd", "1f1b", "zb"):
-            cross_entropy(reference(ids), target).backward()
-            if step == "autograd":
-                cross_entropy(pipe(ids), target).backward()
-            else:
-                pipe.train_step(ids, target, cross_entropy, step)
-            found = {n: p.grad for n, p in model.named_parameters() if p not in replicas}
-            assert_close(found, {n: p.grad for n, p in reference.named_parameters()})
-            for both in (reference, model):
-                with torch.no_grad():
-                    for p in both.parameters():
-                        if p.grad is not None:
-                            p.sub_(0.1 * p.grad)
-                            p.grad = None
+    assert set(owned) == {*model.parameters()} - {*replicas} and len(owned) == len(set(owned))
+    assert len(replicas) == 1
+
+
+@pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs"])
+@on_device
+def test_what_layers_hand_on_is_copied(name: str) -> None:
+    """One tensor at two places stays one, which gets both gradients."""
+    trains_as_in_plain_pytorch(name, ("cuda:0", "cuda:1"))
+
+
+@on_device
+def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
+    is_refused("memory of two", one_f_one_b, ("cuda:0", "cuda:1"))
 
 
 @pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])
@@ -134,29 +123,6 @@ def test_a_cpu_stage_waits_for_its_own_micro_batch_alone() -> None:
     assert set(seen.streams) == {(0, 0)}
     ends = [(c.source, c.target) for c in seen.copies if 0 in c.streams and any(c.streams)]
     assert Counter(ends) == {("cuda:0", "cpu"): 4, ("cpu", "cuda:0"): 4}
-
-
-@on_device
-def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
-    """And one tensor at two places stays one, which gets both gradients."""
-    x, y = batch(4)
-
-    def shift(pair: Any) -> Any:
-        pair[1].add_(1.0)
-        return pair[0] * pair[1].sum(-1, keepdim=True)
-
-    model = nn.Sequential(nn.Linear(4, 3).double(), Call(lambda h: (h, h[:, :2])), Call(shift))
-    with (
-        Pipe(cut(model.cuda(), (2, 1), ("cuda:0", "cuda:1"))) as pipe,
-        pytest.raises(ValueError, match="shares memory"),
-    ):
-        pipe.train_step(x, y, square_error)
-    double, multiply = Call(lambda h: (h, h)), Call(lambda pair: pair[0] * pair[1])
-    model = nn.Sequential(nn.Linear(4, 3).double(), double, multiply)
-    expected = in_one_process(model, x, y)
-    with Pipe(cut(model.cuda(), (2, 1), ("cuda:0", "cuda:1"))) as pipe:
-        loss = pipe.train_step(x, y, square_error)
-    assert_close(gradients(model) | {"loss": loss}, expected)
 
 
 @on_device

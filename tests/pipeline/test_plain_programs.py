@@ -6,7 +6,7 @@ In-place operations, values that are no tensors, hooks: nothing may change a res
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -17,21 +17,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.microbatch import MicroBatches
-from pipeline.partition import WithDevice
+from pipeline.partition import WithDevice, place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.messages import PeerError
 from pipeline.processes.process import ProcessPipe
-from tests.fuzz.models import Complex, Dot, Empty
+from tests.odd_layers import ODD, Again, linear, sparse_and_tied
 from tests.pipeline.pipeline_models import (
+    CPU,
     STEPS,
     Call,
-    LookUp,
     Step,
     assert_close,
     cut,
@@ -50,27 +47,6 @@ def sequences() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(2, 8, 3, 4, dtype=torch.float64, generator=generator)
     return x, y
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(4, 4)
-
-
-class Odd(nn.Module):
-    """Weights used twice, by products and otherwise; frozen ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.frozen, self.partly, self.bare = (linear() for _ in range(4))
-        self.frozen.requires_grad_(False)
-        self.partly.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            shift = self.twice(x)
-        h = self.twice(self.twice(x).tanh()) * self.twice.bias + shift
-        h = self.partly(self.frozen(h)).sigmoid()
-        return F.linear(h, self.bare.weight, bias=self.bare.bias * 2) @ self.bare.weight
 
 
 def twice_in_place(v: tuple[Tensor, Tensor]) -> Tensor:
@@ -93,19 +69,6 @@ def sharing(
     return [linear(), nn.LayerNorm(4), pack, nn.Identity(), Call(last)]
 
 
-class Force(nn.Module):
-    """Differentiates inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = self.fc(x).square().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return x + self.fc(x) + force
-
-
 def skipping() -> list[nn.Module]:
     """A layer leaves its input behind for a later one."""
     left: list[Tensor] = []
@@ -117,41 +80,8 @@ def skipping() -> list[nn.Module]:
     return [linear(), Call(leave), linear(), Call(lambda h: h + left[0])]
 
 
-def hooked() -> list[nn.Module]:
-    """Hooks on layers run and change what they change in plain PyTorch."""
-    layers: list[Any] = [linear() for _ in range(3)]
-    first, inner, last = layers
-    first.register_forward_hook(lambda _, __, output: output * 2)
-    inner.register_forward_pre_hook(lambda _, given: (given[0] * 3,))
-    inner.register_full_backward_hook(lambda _, dx, __: tuple(g * 2 for g in dx))
-    last.register_full_backward_pre_hook(lambda _, dy: tuple(g * 2 for g in dy))
-    return [first, nn.Sequential(inner), nn.Tanh(), last]
-
-
 def handing_on(wrap: Callable[[Tensor], Any]) -> list[nn.Module]:
     return [linear(), Call(wrap), Call(lambda v: v["last_hidden_state"]), linear()]
-
-
-def sparse_and_tied() -> list[nn.Module]:
-    """As a matrix the weight has a dense gradient."""
-    look_up, head = LookUp(4), nn.Linear(4, 5, bias=False)
-    head.weight = look_up.table.weight
-    return [linear(), look_up, nn.Tanh(), head, nn.Linear(5, 4)]
-
-
-class Transforms(nn.Module):
-    """torch.func around products with its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda row: self.fc(row).tanh().sum())
-        each = torch.vmap(torch.vmap(lambda row: self.fc(row) + slope(row)))(x)
-        pulled = torch.func.vjp(self.fc, x)[1](x.sin())[0]
-        weights = {name: p * 2 for name, p in self.fc.named_parameters()}
-        return each + pulled + torch.func.functional_call(self.fc, weights, (x,))
 
 
 class Fork(nn.Module):
@@ -177,7 +107,7 @@ def first_in_place() -> list[nn.Module]:
     return [nn.Hardtanh(inplace=True), nn.Conv1d(3, 3, 1), nn.Tanh()]
 
 
-Case = tuple[Callable[[], list[nn.Module]], tuple[int, ...]]
+Case = tuple[Callable[[], list[nn.Module]], tuple[int, ...] | None]  # None: in the middle
 SAME: dict[str, Case] = {
     "relu": (lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True)], (2, 2)),
     "one tensor twice, in place": (
@@ -196,34 +126,32 @@ SAME: dict[str, Case] = {
         (2, 2),
     ),
     "what nobody needs": (lambda: [Fork(), Call(join), linear()], (1, 2)),
-    "weights used twice, or frozen": (lambda: [Odd(), nn.Tanh(), Odd()], (1, 2)),
     "an attribute within a stage": (lambda: [*skipping(), linear()], (4, 1)),
-    "a force that is learnt": (lambda: [linear(), Force(), nn.Tanh(), Force()], (2, 2)),
-    "hooks on layers": (hooked, (2, 2)),
-    "a weight of one dimension": (lambda: [Dot(4), nn.Tanh(), Dot(4)], (2, 1)),
-    "no features": (lambda: [linear(), Empty(4), linear()], (1, 2)),
-    "complex weights": (lambda: [Complex(4), nn.Tanh(), Complex(4)], (1, 2)),
-    "torch.func": (lambda: [Transforms(), nn.Tanh(), Transforms()], (1, 2)),
-    "a sparse embedding, tied": (sparse_and_tied, (2, 3)),
-    "a sparse embedding, tied, in a stage": (sparse_and_tied, (4, 1)),
-    "parametrizations": (lambda: [parametrizations.weight_norm(linear()) for _ in "1234"], (2, 2)),
+    "a sparse embedding, tied within a stage": (sparse_and_tied, (4, 1)),
+    **{name: (layers, None) for name, layers in ODD.items()},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_it_trains_as_in_plain_pytorch(name: str) -> None:
+def trains_as_in_plain_pytorch(name: str, devices: Sequence[str] = CPU) -> None:
     layers, sizes = SAME[name]
     x, y = sequences()
     for step in STEPS:
         torch.manual_seed(0)
         model = nn.Sequential(*layers()).double()
+        half = len(model) // 2
         expected = in_one_process(deepcopy(model), x.clone(), y)
-        with Pipe(cut(model, sizes), split_size=2) as pipe:
+        placed, _ = place_layers([*model], sizes or (half, len(model) - half), devices)
+        with Pipe(placed, split_size=2) as pipe:
             loss = step(pipe, x.clone(), y)
         trained = {name for name, p in model.named_parameters() if p.requires_grad} | {"loss"}
         nothing = {name for name, value in expected.items() if value is None}
         assert {name for name in nothing & trained if "unused" not in name} == set()
         assert_close(gradients(model) | {"loss": loss}, expected)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_it_trains_as_in_plain_pytorch(name: str) -> None:
+    trains_as_in_plain_pytorch(name)
 
 
 @pytest.mark.parametrize("m", [1, 3])
@@ -266,10 +194,11 @@ def later() -> list[nn.Module]:
     return [first, nn.Tanh(), Call(lambda h: h @ first.weight if next(calls) else h), nn.Tanh()]
 
 
-def reentrant() -> list[nn.Module]:
-    layer, again = linear(), Call(lambda h: checkpoint(layer, h, use_reentrant=True))
-    again.layer = layer
-    return [linear(), again]
+def drawn_again() -> Again:
+    """With other masks than in the forward: silently wrong gradients."""
+    layer = Again()
+    layer.layers[1] = nn.Dropout(0.5)
+    return layer
 
 
 HIDDEN = (
@@ -293,7 +222,11 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "a checkpoint with reentry": (
-        reentrant, (1, 1), r"layer 1 \(Call\) uses checkpoint\(use_reentrant=True\)",
+        lambda: [linear(), Again(use_reentrant=True)], (1, 1),
+        r"layer 1 \(Again\) uses checkpoint\(use_reentrant=True\)",
+    ),
+    "a checkpoint that draws": (
+        lambda: [linear(), drawn_again()], (1, 1), "do not checkpoint inside a Pipe",
     ),
 }  # fmt: skip
 
@@ -312,35 +245,23 @@ def test_a_scale_and_what_a_process_is_given_may_not_require_grad(what: str) -> 
                 pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
+def is_refused(name: str, step: Step, devices: Sequence[str] = CPU) -> None:
     layers, sizes, said = REFUSED[name]
     model = nn.Sequential(*layers()).double()
     # Of several micro-batches the attribute may have another's shape.
     split_size = 8 if name == "an attribute" else 2
     with (
-        Pipe(cut(model, sizes), split_size=split_size) as pipe,
+        Pipe(place_layers([*model], sizes, devices)[0], split_size=split_size) as pipe,
         pytest.raises((TypeError, ValueError, RuntimeError), match=said),
     ):
         step(pipe, *sequences())
     assert set(gradients(model).values()) == {None}
 
 
-def test_a_forward_repeated_in_backward_must_not_draw() -> None:
-    """Other masks than in the forward: silently wrong gradients."""
-    dropout = nn.Dropout(0.5)
-    layer = nn.Sequential(linear(), dropout)
-    again = Call(lambda x: checkpoint(layer, x, use_reentrant=False))
-    again.layer = layer
-    model = nn.Sequential(linear(), again).double()
-    x, y = sequences()
-    with Pipe(cut(model, (1, 1)), split_size=2) as pipe:
-        with pytest.raises(RuntimeError, match="do not checkpoint inside a Pipe"):
-            one_f_one_b(pipe, x, y)
-        dropout.p = 0.0
-        loss = one_f_one_b(pipe, x, y)
-    assert_close(take_gradients(model) | {"loss": loss}, in_one_process(model, x, y))
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
+    is_refused(name, step)
 
 
 def _between_processes(_: int, __: int, share: bool) -> tuple[str, dict[str, Any]]:

@@ -19,8 +19,10 @@ from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
 from pipeline.tracing.trace import split
-from tests.fuzz.models import Hooked, Hooks, Modes, Reverse
+from tests.fuzz.models import Products, Shift, Skip
+from tests.odd_layers import Complex, Empty, Reverse, hook_in_forward, hooked
 from tests.pipeline.pipeline_models import (
+    Call,
     assert_close,
     assert_same_bits,
     gpt2,
@@ -61,6 +63,18 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def odd() -> nn.Sequential:
+    return nn.Sequential(Complex(), Empty(bias=True), nn.Linear(4, 3))
+
+
+def sequence() -> nn.Sequential:
+    """Operations in place, a weight in several products, attention, a shortcut over a cut. B T C"""
+    attention = nn.TransformerEncoderLayer(4, 1, 6, 0.0, batch_first=True)
+    return nn.Sequential(
+        Products(4), nn.ELU(inplace=True), attention, Skip(4), Call(sum), Shift(4), nn.Linear(4, 3)
+    )
+
+
 def made(module: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return module().double()
@@ -92,6 +106,11 @@ CASES: dict[str, Case] = {
         partial(made, ResNet), noise(2, 3, 6, 6), noise(7, 3, 8, 5),
         torch.tensor([0, 1, 2, 3, 4, 0, 1]), partial(F.cross_entropy, reduction="sum"),
         ["second"],  # the shortcut crosses
+    ),
+    "odd": (partial(made, odd), noise(2, 4), noise(5, 4), noise(5, 3), square_error, ["1"]),
+    "sequence": (
+        partial(made, sequence), noise(2, 3, 4), noise(7, 4, 4), noise(7, 4, 3), square_error,
+        ["2", "4"],
     ),
     "gpt2": (
         partial(gpt2, blocks=1), {"input_ids": IDS[:2, :3], "use_cache": False},
@@ -289,15 +308,21 @@ UNTRACED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
     (Short, {"at": ["a"]}, "nothing is left to compute before a"),
     (
-        Reverse, {"stages": 1},
+        lambda: nn.Sequential(Call(Reverse.apply)), {"stages": 1},
         r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
     ),
     (
-        lambda: nn.Sequential(nn.Linear(4, 4), Hooks()), {"stages": 1},
+        lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), {"stages": 1},
         r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
     ),
-    (partial(Hooked, 4), {"stages": 1}, r"linear \(Linear\) has a hook on its backward, which"),
-    (Modes, {"stages": 1}, r"dropout \(Dropout\) is in evaluation, the model in training"),
+    (
+        lambda: nn.Sequential(*hooked()), {"stages": 1},
+        r"1.0 \(Linear\) has a hook on its backward, which",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval()), {"stages": 1},
+        r"1 \(Dropout\) is in evaluation, the model in training",
+    ),
     (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
 ]  # fmt: skip
 
