@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.microbatch import MicroBatches
-from pipeline.partition import WithDevice, place_layers
+from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.messages import PeerError
 from pipeline.processes.process import ProcessPipe
+from pipeline.replicas import place_layers
 from tests.odd_layers import ODD, Again, linear, sparse_and_tied
 from tests.pipeline.pipeline_models import (
     CPU,
