@@ -115,24 +115,15 @@ class SharedBuffers:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         secret = os.urandom(16)  # tells this run's file from another one at the same path
         mine = _create(secret, nbytes)
-        pipes = {r: os.pipe() for r in range(world_size) if r != rank}  # (to read, to write)
-        everyone: list[Any] = [None] * world_size  # by rank: its memory, and where to write to it
-        here = f"/proc/{os.getpid()}/fd"
-        writing = {r: f"{here}/{writer}" for r, (_, writer) in pipes.items()}
-        dist.all_gather_object(everyone, (f"{here}/{mine}", secret, writing), group)
-        files, outboxes = [mine] * world_size, dict[int, int]()
-        for r in pipes:
-            path, secret, writers = everyone[r]
-            files[r] = _attach(path, secret)
-            outboxes[r] = -1 if files[r] == -1 else os.open(writers[rank], os.O_WRONLY)
+        places: list[Any] = [None] * world_size
+        dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{mine}", secret), group)
+        files = [mine if r == rank else _attach(*places[r]) for r in range(world_size)]
         everywhere = torch.tensor(int(-1 not in files))  # so far, on this rank
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
-        for _, writer in pipes.values():  # all have opened theirs: only the others can write now
-            os.close(writer)
-        inboxes = {r: reader for r, (reader, _) in pipes.items()}
         if everywhere:
-            return cls(files, nbytes, rank, inboxes, outboxes, group)
-        for file in (*files, *inboxes.values(), *outboxes.values()):
+            others = [r for r in range(world_size) if r != rank]
+            return cls(files, nbytes, rank, *open_pipes(others, group), group)
+        for file in files:  # after the all-reduce nobody opens mine any more
             if file != -1:
                 os.close(file)
         return None
@@ -209,6 +200,23 @@ class SharedBuffers:
         done = 0
         while done < len(target):  # a read may stop early; the secret comes before the buffer
             done += os.preadv(self._files[rank], [target[done:]], ALIGNMENT + offset + done)
+
+
+def open_pipes(
+    peers: Sequence[int], group: dist.ProcessGroup | None
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Pipes from and to some ranks of this machine, which name this one, too. All ranks of the
+    group must call it together. Returns, by rank, the ends to read from and those to write to."""
+    pipes = {r: os.pipe() for r in peers}  # (to read from, to write to)
+    own = {r: f"/proc/{os.getpid()}/fd/{writer}" for r, (_, writer) in pipes.items()}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group)  # by rank, then by peer
+    rank = dist.get_rank(group)
+    outboxes = {r: os.open(everyone[r][rank], os.O_WRONLY) for r in pipes}
+    dist.barrier(group)  # all have opened theirs
+    for _, writer in pipes.values():
+        os.close(writer)  # only the peer can write now, so that its end shows
+    return {r: reader for r, (reader, _) in pipes.items()}, outboxes
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> float:

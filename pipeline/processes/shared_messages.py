@@ -29,7 +29,6 @@ import os
 import select
 from collections.abc import Sequence
 from io import FileIO
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.shared_memory import ALIGNMENT, SharedBuffers
+from runtime.shared_memory import ALIGNMENT, SharedBuffers, open_pipes
 
 from .messages import Link, Message, PeerError
 
@@ -141,17 +140,15 @@ def open_shared_links(
     rank = dist.get_rank(group)
     peers = sorted({r for pair in pairs if rank in pair for r in pair} - {rank})
     memory = {r: FileIO(os.memfd_create("pipeline"), "r+b") for r in peers}
-    pipes = {r: Pipe(duplex=False) for r in peers}  # (to read from, to write to)
-    here = f"/proc/{os.getpid()}/fd"
-    own = {r: (f"{here}/{pipes[r][1].fileno()}", f"{here}/{memory[r].fileno()}") for r in peers}
+    own = {r: f"/proc/{os.getpid()}/fd/{file.fileno()}" for r, file in memory.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group)  # by rank, then by peer
-    links = {}
-    for r in peers:
-        pipe, file = everyone[r][rank]
-        outbox = Connection(os.open(pipe, os.O_WRONLY), readable=False)
-        links[r] = SharedLink(pipes[r][0], outbox, memory[r], FileIO(file, "r+b"), timeout)
-    dist.barrier(group)  # all have opened theirs
-    for _, writer in pipes.values():
-        writer.close()  # only the peer can write now, so that its end shows
-    return links
+    theirs = {r: FileIO(everyone[r][rank], "r+b") for r in peers}
+    inboxes, outboxes = open_pipes(peers, group)  # after it all have opened what is mine
+    return {
+        r: SharedLink(
+            Connection(inboxes[r], writable=False), Connection(outboxes[r], readable=False),
+            memory[r], theirs[r], timeout,
+        )
+        for r in peers
+    }  # fmt: skip
