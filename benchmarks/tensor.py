@@ -129,7 +129,7 @@ class _Ours:
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
         *x, labels = _batch()
-        loss = self.net((*x, labels.flatten())) / (B * T)
+        loss = self.net(Sequences(*x, labels.flatten())) / (B * T)
         loss.backward()
         if self.sequence_parallel:
             gradients = [p.grad for p in self.whole if p.grad is not None]
@@ -356,7 +356,7 @@ def _held(world: World, sequence_parallel: bool, out: Path) -> None:
         return t
 
     *x, labels = _batch()
-    value: Any = (*x, labels.flatten())
+    value: Any = Sequences(*x, labels.flatten())
     for k, layer in enumerate(ours.layers):
         inside = 1 <= k < len(ours.layers) - 1
         with torch.autograd.graph.saved_tensors_hooks(keep if inside else _as_is, _as_is):
