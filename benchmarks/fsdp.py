@@ -24,8 +24,11 @@ from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write
 from benchmarks.plain_gpt2 import build_model
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
+from data_parallel.zero1 import ShardedOptimizer
+from runtime.ranks import Ranks
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
+from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
@@ -83,7 +86,32 @@ class _Contestant:
         raise NotImplementedError
 
 
-class _Ours(_Contestant):
+class _Zero1(_Contestant):
+    """Whole replicas, of whose parameters each rank updates a part."""
+
+    def __init__(self, _name: str, rank: int) -> None:
+        super().__init__(rank)
+        model = build_model(_config(), seed=0)
+        self.model = nn.Sequential(*gpt2_layers(model))
+        self.sharded = ShardedOptimizer(
+            dict(model.named_parameters()), _optimizer, Ranks(dist.group.WORLD), lambda _: None
+        )
+
+    def step(self, x: Sequences, target: Tensor) -> Tensor:
+        self.sharded.optimizer.zero_grad()
+        loss = loss_of_targets(self.model(x), target) / self.targets
+        loss.backward()
+        self.sharded.reduce()
+        self.sharded.optimizer.step()
+        return loss.detach()
+
+    def state_bytes(self) -> int:
+        held = state_bytes(self.model.parameters(), [self.sharded.optimizer])
+        gradients = state_bytes(self.sharded.shards.values())["gradients"]
+        return sum(held.values()) + gradients
+
+
+class _Zero2Or3(_Contestant):
     def __init__(self, name: str, rank: int) -> None:
         super().__init__(rank)
         with torch.device("meta"):
@@ -142,13 +170,16 @@ def _local_bytes(tensor: Tensor) -> int:
     return local.nbytes
 
 
-OURS = ("zero 1", "zero 2", "zero 3", "zero 3, gloo")
-NAMES = (*OURS, "DDP buckets", "FSDP2")
+CONTESTANTS: dict[str, Callable[[str, int], _Contestant]] = {
+    "zero 1": _Zero1, "zero 2": _Zero2Or3, "zero 3": _Zero2Or3, "zero 3, gloo": _Zero2Or3,
+    "DDP buckets": _Torch, "FSDP2": _Torch,
+}  # fmt: skip
+NAMES = tuple(CONTESTANTS)
 
 
 def _contestant(name: str, rank: int) -> _Contestant:
     with sharing("gloo" not in name):
-        return (_Ours if name in OURS else _Torch)(name, rank)
+        return CONTESTANTS[name](name, rank)
 
 
 def _speed(world: World, out: Path) -> None:

@@ -122,8 +122,8 @@ class _Ours:
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
-        *x, labels = _batch()
-        loss = self.net((*x, labels.flatten())) / (B * T)
+        ids, weights, keys, labels = _batch()
+        loss = self.net(Sequences(ids, weights, keys, labels.flatten())) / (B * T)
         loss.backward()
         if self.sequence_parallel:
             gradients = [p.grad for p in self.whole if p.grad is not None]
@@ -349,16 +349,16 @@ def _held(world: World, sequence_parallel: bool, out: Path) -> None:
             kept[storage.data_ptr()] = storage.nbytes()
         return t
 
-    *x, labels = _batch()
-    value: Any = (*x, labels.flatten())
+    ids, weights, keys, labels = _batch()
+    value: Any = Sequences(ids, weights, keys, labels.flatten())
     for k, layer in enumerate(ours.layers):
         inside = 1 <= k < len(ours.layers) - 1
         with torch.autograd.graph.saved_tensors_hooks(keep if inside else _as_is, _as_is):
             value = layer(value)
     if world.world_size == 1:
         value = loss_of_targets(value, labels.flatten())
-    weights = {p.untyped_storage().data_ptr() for p in ours.net.parameters()}
-    activations = sum(n for at, n in kept.items() if at not in weights) / BLOCKS
+    held = {p.untyped_storage().data_ptr() for p in ours.net.parameters()}
+    activations = sum(n for at, n in kept.items() if at not in held) / BLOCKS
     value.backward()
     ours.optimizer.step()
     ps = list(ours.net.parameters())
