@@ -43,7 +43,7 @@ REFUSED = {  # per kind of value
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "bucket_mb": (["0", "-1", "-1e-3", "-.5", "nan", "-inf", "big"], "positive and finite"),
     "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
-    "timeout": (["0", "-1", "nan", "1e12"], "positive, at most 2592000"),
+    "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
     "resume": (["perhaps", "2"], "true or false"),
     "on_nan": (["0", "stopp"], "stop or skip"),
 }

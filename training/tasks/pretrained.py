@@ -84,7 +84,7 @@ def first_sentence(error: BaseException) -> str:
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
     """The configuration of pretrained weights, with embedding rows for `num_tokens` and this
-    project's choices about GPT-2, see model.py."""
+    project's choices about GPT-2, see gpt2.py."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
