@@ -54,6 +54,8 @@ def spelt(name: str, value: Any) -> str:
     """An option as it is typed. The strategy of train.py has no dashes."""
     if value is None and name not in ("n_train", "n_validation", "n_test"):
         return f"no --{name}"
+    if isinstance(value, float):
+        value = f"{value:.15g}"  # 8, and not 8.0
     text = "all" if value is None else shlex.quote(str(value))
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
 

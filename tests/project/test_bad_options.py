@@ -218,12 +218,12 @@ MADE = TINY + "--dropout 0 --n_epochs 2 "
 CHANGED = [
     ("--batch_size 5", "--batch_size 5", "--batch_size 6"),
     ("--model gpt2", "--model gpt2", "--model gpt2-mini"),
-    ("--dropout 0.1", "--dropout 0.1", "--dropout 0.0"),
+    ("--dropout 0.1", "--dropout 0.1", "--dropout 0"),
     ("--learning_rate 0.02", "--learning_rate 0.02", "--learning_rate 0.01"),
     ("--dataset 'my pairs'", "--dataset 'my pairs'", "--dataset builtin"),
     ("--n_train all", "--n_train all", "--n_train 20"),
     ("--src en --tgt de", "--src en --tgt de", "--src de --tgt en"),
-    ("--max_grad_norm 1", "--max_grad_norm 1.0", "no --max_grad_norm"),
+    ("--max_grad_norm 1", "--max_grad_norm 1", "no --max_grad_norm"),
 ]
 
 

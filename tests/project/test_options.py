@@ -19,7 +19,7 @@ from project.train import TrainOptions
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.launch.launch import Settings
-from training.options import Processes
+from training.options import Processes, spelt
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -89,6 +89,16 @@ def test_flags_and_values() -> None:
         for equals in (" ", "="):
             args = parse(f"{DP}{alias}{equals}1")
             assert getattr(args, option[2:]) == 1 and not hasattr(args, alias[2:])
+
+
+def test_a_message_has_an_option_as_it_is_typed() -> None:
+    told = [
+        ("bucket_mb", 8.0, "--bucket_mb 8"), ("dropout", 0.1, "--dropout 0.1"),
+        ("compile", True, "--compile"), ("dataset", "my folder", "--dataset 'my folder'"),
+        ("n_train", None, "--n_train all"), ("zero", None, "no --zero"),
+        ("strategy", "3d", "3d"),
+    ]  # fmt: skip
+    assert [spelt(name, value) for name, value, _ in told] == [words for *_, words in told]
 
 
 def test_options_come_from_a_file_and_the_line_goes_first(
