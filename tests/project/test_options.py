@@ -56,7 +56,7 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
             said = refused(f"{DP}--{name} {value}", capsys)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
     for line, said in (
-        (DP + "twice", "twice: no option has this value; quote what has blanks"),
+        (DP + "twice", "twice: no option takes this value; quote any spaces"),
         ("train ", "STRATEGY: it is missing"),
         (DP + "--workdir", "--workdir: it needs a value"),
         (DP + "--workdir=", "--workdir: its value is empty; leave it out, or give one"),

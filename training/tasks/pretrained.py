@@ -46,7 +46,7 @@ def check_pretrained(name: str, max_length: int) -> None:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
         if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
             raise UserError(
-                f"--model {name}: there is no such folder, and no name on the hub is so"
+                f"--model {name}: there is no such folder, and it cannot be a name on the hub"
             )
     try:
         config = AutoConfig.from_pretrained(name)
