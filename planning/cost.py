@@ -299,10 +299,8 @@ class PricedStep:
         self.replicas = group(machine, dp, tp if outer else tp * pp)
         self.size = BYTES[layout.precision]
         self.whole, self.entry = activations(model, layout, machine)
-        self.logits, self.loss = (
-            layout.micro_batch * model.seq * model.vocab / tp,
-            LOGITS[machine.loss],
-        )
+        self.logits = layout.micro_batch * model.seq * model.vocab / tp
+        self.loss = LOGITS[machine.loss]  # bytes of each
         kinds = [(blocks, s == 0, s == n - 1) for s, blocks in enumerate(self.blocks)]
         priced = {kind: self._stage(*kind) for kind in set(kinds)}
         self.stages = [priced[kind] for kind in kinds]

@@ -48,7 +48,7 @@ REWORDED = {
     r"(.*) ignored explicit argument '(.*)'": r"\1 \2: it takes no value",
     r"the following arguments are required: (.*)": r"\1: it is missing",
     r"(.*) invalid (int|float) value: '(.*)'": r"\1 \3: it must be a number",
-    r"unrecognized arguments: (?!--\w)(.*)": r"\1: no option has this value; quote what has blanks",
+    r"unrecognized arguments: (?!--\w)(.*)": r"\1: no option takes this value; quote any spaces",
 }
 
 

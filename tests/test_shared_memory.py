@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from runtime.shared_memory import SharedBuffers
 from tests.ranks import Ranks
+from training.options import WEEKS
 
 
 def opened(group: dist.ProcessGroup | None = None) -> SharedBuffers:
@@ -19,8 +20,9 @@ def opened(group: dist.ProcessGroup | None = None) -> SharedBuffers:
 
 
 def announce(rank: int, _world_size: int) -> list[bool]:
-    """Twice before the first is waited for; the last one differs on rank 2."""
-    memory = opened()
+    """Twice before the first is waited for; the last one differs on rank 2. Programs take no longer
+    time-out than this one."""
+    memory = opened(dist.new_group(timeout=timedelta(seconds=WEEKS)))
     started = [memory.announce(number) for number in (-7, 1 << 60)]
     return [agreed() for agreed in started] + [memory.announce(rank == 2)()]
 

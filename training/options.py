@@ -54,12 +54,14 @@ def spelt(name: str, value: Any) -> str:
     """An option as it is typed. The strategy of train.py has no dashes."""
     if value is None and name not in ("n_train", "n_validation", "n_test"):
         return f"no --{name}"
+    if isinstance(value, float):
+        value = f"{value:.15g}"  # 8, and not 8.0
     text = "all" if value is None else shlex.quote(str(value))
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
 
 
 MOST = 2**32 - 1
-MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
+WEEKS = 3 * 7 * 24 * 3600  # seconds; the system counts milliseconds in 31 bits
 count = Number(int, lambda n: 1 <= n <= MOST, f"a whole number from 1 to {MOST}")
 whole = Number(int, lambda n: 0 <= n <= MOST, f"a whole number from 0 to {MOST}")
 
@@ -68,7 +70,7 @@ Size = Annotated[int | None, size]  # None: all
 Whole = Annotated[int, whole]
 Positive = Annotated[float, Number(float, lambda x: 0 < x < math.inf, "positive and finite")]
 Fraction = Annotated[float, Number(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
-Seconds = Annotated[float, Number(float, lambda x: 0 < x <= MONTH, f"positive, at most {MONTH}")]
+Seconds = Annotated[float, Number(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")]
 ZeroStage = Annotated[int, Number(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 if TYPE_CHECKING:
     Schedule = str  # run_pipeline.py has one more, for a device at a time

@@ -128,7 +128,7 @@ dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
 pp --model gpt2-min => or gpt2-xl; is it gpt2-mini?; project/train.py ddp also takes pretrained
-train ddp --model ./nowhere/model => there is no such folder, and no name on the hub is so
+train ddp --model ./nowhere/model => there is no such folder, and it cannot be a name on the hub
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
 train ddp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
 # folders
@@ -218,12 +218,12 @@ MADE = TINY + "--dropout 0 --n_epochs 2 "
 CHANGED = [
     ("--batch_size 5", "--batch_size 5", "--batch_size 6"),
     ("--model gpt2", "--model gpt2", "--model gpt2-mini"),
-    ("--dropout 0.1", "--dropout 0.1", "--dropout 0.0"),
+    ("--dropout 0.1", "--dropout 0.1", "--dropout 0"),
     ("--learning_rate 0.02", "--learning_rate 0.02", "--learning_rate 0.01"),
     ("--dataset 'my pairs'", "--dataset 'my pairs'", "--dataset builtin"),
     ("--n_train all", "--n_train all", "--n_train 20"),
     ("--src en --tgt de", "--src en --tgt de", "--src de --tgt en"),
-    ("--max_grad_norm 1", "--max_grad_norm 1.0", "no --max_grad_norm"),
+    ("--max_grad_norm 1", "--max_grad_norm 1", "no --max_grad_norm"),
 ]
 
 

@@ -19,7 +19,7 @@ from project.train import TrainOptions
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.launch.launch import Settings
-from training.options import Processes
+from training.options import Processes, spelt
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -43,7 +43,7 @@ REFUSED = {  # per kind of value
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "bucket_mb": (["0", "-1", "-1e-3", "-.5", "nan", "-inf", "big"], "positive and finite"),
     "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
-    "timeout": (["0", "-1", "nan", "1e12"], "positive, at most 2592000"),
+    "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
     "resume": (["perhaps", "2"], "true or false"),
     "on_nan": (["0", "stopp"], "stop or skip"),
 }
@@ -56,7 +56,7 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
             said = refused(f"{DP}--{name} {value}", capsys)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
     for line, said in (
-        (DP + "twice", "twice: no option has this value; quote what has blanks"),
+        (DP + "twice", "twice: no option takes this value; quote any spaces"),
         ("train ", "STRATEGY: it is missing"),
         (DP + "--workdir", "--workdir: it needs a value"),
         (DP + "--workdir=", "--workdir: its value is empty; leave it out, or give one"),
@@ -89,6 +89,16 @@ def test_flags_and_values() -> None:
         for equals in (" ", "="):
             args = parse(f"{DP}{alias}{equals}1")
             assert getattr(args, option[2:]) == 1 and not hasattr(args, alias[2:])
+
+
+def test_a_message_has_an_option_as_it_is_typed() -> None:
+    told = [
+        ("bucket_mb", 8.0, "--bucket_mb 8"), ("dropout", 0.1, "--dropout 0.1"),
+        ("compile", True, "--compile"), ("dataset", "my folder", "--dataset 'my folder'"),
+        ("n_train", None, "--n_train all"), ("zero", None, "no --zero"),
+        ("strategy", "3d", "3d"),
+    ]  # fmt: skip
+    assert [spelt(name, value) for name, value, _ in told] == [words for *_, words in told]
 
 
 def test_options_come_from_a_file_and_the_line_goes_first(

@@ -106,10 +106,8 @@ def stay_on_interface_to(host: str) -> None:
         here = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in [address.address for address in addresses]:
-            exact = {
-                "GLOO_SOCKET_IFNAME": name,
-                "NCCL_SOCKET_IFNAME": f"={name}",
-            }  # NCCL: no prefix
+            # NCCL takes a bare name for a prefix: eth1 would match eth10, too.
+            exact = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
             for variable, value in exact.items():
                 if host == LOOPBACK or variable not in os.environ:
                     os.environ[variable] = value

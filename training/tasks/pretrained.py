@@ -46,7 +46,7 @@ def check_pretrained(name: str, max_length: int) -> None:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
         if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
             raise UserError(
-                f"--model {name}: there is no such folder, and no name on the hub is so"
+                f"--model {name}: there is no such folder, and it cannot be a name on the hub"
             )
     try:
         config = AutoConfig.from_pretrained(name)
@@ -84,7 +84,7 @@ def first_sentence(error: BaseException) -> str:
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
     """The configuration of pretrained weights, with embedding rows for `num_tokens` and this
-    project's choices about GPT-2, see model.py."""
+    project's choices about GPT-2, see gpt2.py."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(

@@ -3,7 +3,7 @@
     tasks/translation.py     a sequence is a pair of sentences; only the second one is learnt
     tasks/language.py        a sequence is a stretch of text
 
-Before training, the tokenizer is trained and all texts become token ids, in files that ranks map. A
+Before training, the tokenizer is trained and all texts become token ids, in files (tokens.py). A
 step only picks examples and pads them.
 
 Rank 0 makes the tokenizer, or takes it from a checkpoint, and sends its files to the others: hosts

@@ -289,7 +289,7 @@ def cut_splits(
             at = len(train) - count
             rows["train"], rows[split] = train[:at], train[at:]
             taken = counted(count, "pair")
-            texts.notes.append(f"no {split} split: the end of train is taken, {taken}.")
+            texts.notes.append(f"no {split} split: {taken} held out from the end of train.")
     for split in SPLITS:
         usable = texts.without_empty(rows.get(split, []), split)
         texts.splits[split] = pairs = usable[: sizes[split]]

@@ -115,7 +115,8 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
     expected = [rows[:30], rows[32:36], rows[36:40]]
     assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
     assert texts.notes == [
-        f"no {split} split: the end of train is taken, 4 pairs." for split in ("test", "validation")
+        f"no {split} split: 4 pairs held out from the end of train."
+        for split in ("test", "validation")
     ]
 
 
