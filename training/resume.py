@@ -159,8 +159,11 @@ class Saving:
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
         done, n = Totals(**state["totals"]), self.model.parts
-        # Of all ranks: each takes on its share.
-        return replace(done, positions=done.positions // n, tokens=done.tokens // n)
+        if len(shares := state["shares"]) == n:  # each part of the batch takes on its own
+            positions, tokens, seconds = shares[self.model.part]
+        else:  # cut into another number of parts: each takes an equal share
+            positions, tokens, seconds = done.positions / n, done.tokens / n, done.seconds
+        return replace(done, positions=round(positions), tokens=round(tokens), seconds=seconds)
 
     def after_step(self, epoch: int, totals: Totals, now: bool = False) -> None:
         """Saves every --save_every steps, or now."""
@@ -200,11 +203,15 @@ class Saving:
         if not self.args.keep or steps <= self.saved:
             return
         self._prune()  # first: no step has shown yet that what is saved now is finite
-        counts = (totals.positions, totals.tokens)  # of this rank
-        positions, tokens = sum_over_parts(counts, model.parts, world)
+        shares = [[0.0] * 3 for _ in range(model.parts)]
+        shares[model.part] = [totals.positions, totals.tokens, totals.seconds]
+        every = sum_over_parts([x for share in shares for x in share], model.parts, world)
+        shares = [every[i : i + 3] for i in range(0, len(every), 3)]
+        positions, tokens, _ = map(sum, zip(*shares, strict=True))
         state = {
             **self.optimizer.state_dict(),
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
+            "shares": shares,  # positions, tokens and seconds of each part of the batch
             "options": options_of(self.args),
             "data": self.fingerprint,
             "steps_per_epoch": self.task.steps_per_epoch,

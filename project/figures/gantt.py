@@ -61,6 +61,7 @@ def draw_step(path: Path, step: Compared, below: str, *, foot: str) -> Path:
     if below == "predicted" or len(step.ranks) > 1:  # without stages, the ideal is just the mean
         panels[below] = events_of(simulated)
         title += f"; {below} {1e3 * simulated.seconds:.1f} ms, {simulated.bubble:.1%} idle"
+    foot = "; ".join(filter(None, [foot, "idle: of the time from the first action to the last"]))
     longer = step.longer if below == "predicted" else {}
     return draw_gantt(path, panels, step.ranks, title=title, foot=foot, longer=longer)
 
