@@ -33,7 +33,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.schedule import Action
 from planning import search
-from planning.cost import Prediction, predict
+from planning.cost import WHOLE, Prediction, predict
 from planning.cost import simulator as prepared
 from planning.describe import (
     LINKS,
@@ -315,7 +315,9 @@ def run_simulate(args: argparse.Namespace) -> None:
         timeline = {"timeline": [[_event(timed) for timed in row] for row in found.rows]}
         print(json.dumps(result | timeline if args.timeline else result))
         return
-    print(f"{args.schedule}, {n} ranks, {m} micro-batches\n\n"
+    whole = args.schedule in WHOLE and not args.early_gradients
+    how = ", whole backwards; our programs send gradients early: --early_gradients" if whole else ""
+    print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n\n"
           f"step                {found.seconds:10.6g}\n"
           f"bubble              {found.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
