@@ -159,7 +159,8 @@ class Saving:
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
         done, n = Totals(**state["totals"]), self.model.parts
-        if len(shares := state["shares"]) == n:  # each part of the batch takes on its own
+        shares = state.get("shares", [])  # earlier versions saved none
+        if len(shares) == n:  # each part of the batch takes on its own
             positions, tokens, seconds = shares[self.model.part]
         else:  # cut into another number of parts: each takes an equal share
             positions, tokens, seconds = done.positions / n, done.tokens / n, done.seconds
