@@ -43,7 +43,7 @@ from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import places
 from project.figures.compared import compare
 from training.launch.launch import Settings, launch
-from training.launch.world import World, gather_over_ranks
+from training.launch.world import World
 from training.timeline import Event
 
 MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
@@ -172,7 +172,7 @@ class _Bench:
             use_cores(self.cores if threads else self.own)
             pipe.train_step(self.x, self.y, square_error, name, m)
         pipe.recorder = None
-        found = gather_over_ranks(events, self.world)
+        found = self.world.gather(events)
         rows: dict[str, list[Event]] = {f"rank {r}": [] for r in range(K)}
         for event in (Event(*e) for of_rank in found for e in of_rank):
             rows[f"rank {ranks[event.stage]}"].append(event)

@@ -42,10 +42,11 @@ from project.utils import announce, finish, read_pairs, run_program, save_grad_w
 from training.files import OPTIONS, show, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
+from training.launch.distributed import choose_backend
 from training.launch.errors import counted, torchrun
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
-from training.launch.world import World, choose_backend
+from training.launch.world import World
 from training.layouts.replicated import Replicated
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers

@@ -78,7 +78,7 @@ from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError, counted, works
 from training.launch.launch import Settings, launch
-from training.launch.world import World, on_main
+from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
@@ -184,7 +184,7 @@ def run_rank(
         if wrong:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
-    on_main(world, conclude)  # to check, rank 0 trains twice; the others wait
+    world.on_main(conclude)  # to check, rank 0 trains twice; the others wait
 
 
 def layout_in_words(args: TrainOptions, model: LaidOutModel) -> str:

@@ -30,7 +30,7 @@ from training.launch.errors import (
     torchrun,
 )
 from training.launch.notice import Ended
-from training.launch.world import World, on_main, quiet_libraries
+from training.launch.world import World, quiet_libraries
 from training.layouts.layout import LaidOutModel, Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
@@ -105,7 +105,7 @@ def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.o
 
 def finish(world: World, results: Results, args: Options) -> None:
     """Prints outputs, draws the curves, and names the files, on rank 0."""
-    on_main(world, lambda: _show(results, args))  # the others wait, however long drawing takes
+    world.on_main(lambda: _show(results, args))  # the others wait, however long drawing takes
 
 
 def _show(results: Results, args: Options) -> None:

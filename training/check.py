@@ -46,7 +46,7 @@ from training.options import Options
 from training.progress import moving
 from training.weights import weights_of
 
-from .launch.world import World, gather_over_ranks
+from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .tasks.task import Step, TrainingTask, whole_model
 
@@ -252,7 +252,7 @@ def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> li
     with model.evaluating():
         output = model.outputs(batches[0][0] if batches else None)
     mine = None if output is None else (model.part, output.cpu())  # one rank of each part sees it
-    found = sorted((f for f in gather_over_ranks(mine, world) if f), key=lambda f: f[0])
+    found = sorted((f for f in world.gather(mine) if f), key=lambda f: f[0])
     return [output for _, output in found] if world.is_main else []
 
 

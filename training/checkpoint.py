@@ -39,7 +39,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,11 +47,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.waits import CHECKPOINTS
 from training.files import json_text, writing
 
 from .launch.errors import UserError
-from .launch.world import World, gather_over_ranks
+from .launch.world import World
 from .layouts.layout import LaidOutModel, Piece, whole
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
@@ -191,14 +189,10 @@ class Saver:
         timeout: float = 300.0,
         background: bool = False,
     ) -> None:
-        self.folder, self.world, self.background = folder, world, background
-        self._group: Any = None  # on the CPU, and its own: it may communicate while the run does
-        self._all_ranks: dict[str, Any] = {"no_dist": True}  # tells the library who takes part
-        if world.world_size > 1:
-            self._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout), group_desc=CHECKPOINTS
-            )
-            self._all_ranks = {"process_group": self._group}
+        self.folder, self.background = folder, background
+        self.world = world.apart(timeout)  # it may communicate while the run does
+        # Tells the library who takes part.
+        self._all_ranks = {"process_group": self.world.group, "no_dist": world.world_size == 1}
         self._thread = ThreadPoolExecutor(1, "checkpoints", _compute_on, (world.device,))
         self._writing: Future[None] | None = None  # in the background
 
@@ -227,7 +221,7 @@ class Saver:
         if self.world.is_main:
             with self._writes(name):
                 aside_of(self.folder / name).mkdir(parents=True)
-        name = gather_over_ranks(name, self.world, self._group)[0]  # as rank 0 has named it
+        name = self.world.from_main(name)  # as rank 0 has named it
         texts = {STATE: json_text(state, indent=1).encode(), **files}
         if not self.background:
             self._write(name, pieces, texts)
@@ -253,14 +247,14 @@ class Saver:
                     with TemporaryDirectory() as own:
                         save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
                         sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-                received = gather_over_ranks(sent, self.world, self._group)
+                received = self.world.gather(sent)
                 if self.world.is_main:
                     self._complete(name, texts, *received)
         except BaseException:
             if self.world.is_main:  # torchrun's next attempt needs the room on the disk
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-        gather_over_ranks(None, self.world, self._group)  # rank 0 has renamed the folder
+        self.world.gather(None)  # rank 0 has renamed the folder
 
     def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:
         """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
@@ -296,7 +290,7 @@ class Saver:
         folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
         reader = _reader(folder, checkpoint.metadata)
         # Do all ranks see rank 0's folder?
-        shared = len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1
+        shared = len(set(self.world.gather(_identity(folder)))) == 1
         with _loading(checkpoint.folder), _unwrapped():
             for name, mine in held.items():
                 if name not in tensors or tensors[name].size != mine.size():
@@ -308,7 +302,7 @@ class Saver:
                 tensor = torch.empty(t.size, dtype=t.properties.dtype)
                 if self.world.is_main:
                     load({name: tensor}, storage_reader=reader, no_dist=True)
-                dist.broadcast(tensor, 0, self._group)
+                dist.broadcast(tensor, 0, self.world.group)
                 for piece in held[name].pieces.values() if name in held else ():
                     sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
                     part = tensor[tuple(slice(at, at + n) for at, n in sizes)]

@@ -23,7 +23,6 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from training.metrics import Metrics, Tracker
@@ -140,21 +139,16 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
     batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
-    most = torch.tensor(len(batches), device=world.device)
-    if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    batches += [(None, None)] * (int(most) - len(batches))
-    agreement = notice.Agreement(world)
+    # A rank that has no batch left still takes part in collectives.
+    batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
+    agreement = world.agreement()
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
         agreement.turn()
         found = model.measure(x, target)
         if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found
     agreement.end()
-    if world.world_size > 1:
-        total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
-        dist.all_reduce(total)  # each batch was measured on one rank
-        totals = total.cpu()
+    world.sum(totals)  # each batch was measured on one rank
     loss, right, answers = totals.tolist()
     return loss / max(1.0, answers), right / max(1.0, answers)
 
@@ -223,7 +217,7 @@ def run(
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
     if not setup.timeline.complete:  # the run was shorter
-        setup.timeline.save(args.workdir)
+        setup.timeline.save(args.workdir, world)
     results.summarize()
     return results
 
@@ -277,7 +271,7 @@ class _Epochs:
         if asked:
             raise notice.Ended
         if self.timeline.recording and self.timeline.complete:
-            self.timeline.save(args.workdir)  # at once: the run may be interrupted later
+            self.timeline.save(args.workdir, world)  # at once: the run may be interrupted later
         self.timeline.last.note("next batch")
         self.timeline.last.step = self.optimizer.steps + 1
 

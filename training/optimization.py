@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .launch.errors import RunError
@@ -185,8 +184,7 @@ class Optimizers:
             # In the order of the parameters: the sum does not depend on where stages are cut.
             facts[0] = torch.cat(norms).square().cumsum(0)[-1]
         facts[1 + rank] = here(loss)  # apart: an error names the rank
-        if world_size > 1:
-            dist.all_reduce(facts)
+        self._world.sum(facts)
         return facts
 
     def _launch_update(self, facts: Tensor) -> bool:

@@ -42,7 +42,7 @@ from .files import (
     writing,
 )
 from .launch.memory import peak_bytes
-from .launch.world import World, gather_over_ranks, sum_over_parts
+from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
 
@@ -129,7 +129,7 @@ class Results:
         seconds = max(1e-9, totals.seconds)
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
         mine = [totals.positions / seconds, totals.tokens / seconds]
-        together = sum_over_parts(mine, self.model.parts, self.world)  # collective
+        together = self.world.sum_over_parts(mine, self.model.parts)  # collective
         speeds = mine if self._apart else together
         result = {
             "training_loss": training_loss,
@@ -158,7 +158,7 @@ class Results:
     def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
         """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
         or, of a pipeline, one for all. Rank 0 prints them, so that none is cut in two."""
-        ranks = gather_over_ranks((seconds, tokens_per_sec), self.world)  # collective
+        ranks = self.world.gather((seconds, tokens_per_sec))  # collective
         if not self.args.benchmark_only and sys.stdout.isatty():
             return
         for rank, (time, speed) in enumerate(ranks if self._apart else ranks[:1]):
@@ -184,7 +184,7 @@ class Results:
         the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())
-        peaks, states = zip(*gather_over_ranks(mine, world), strict=True)  # by rank
+        peaks, states = zip(*world.gather(mine), strict=True)  # by rank
         if not world.is_main:
             return
         *lines, last = read_metrics(args.workdir)

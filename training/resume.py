@@ -30,7 +30,7 @@ from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
 from .launch.errors import UserError, counted, torchrun
-from .launch.world import World, gather_over_ranks, sum_over_parts
+from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
 
@@ -59,7 +59,7 @@ class Resume:
 
     def of_main(self, world: World) -> Resume:
         """What rank 0 has found, on every rank: other hosts may have other folders."""
-        return gather_over_ranks(self if world.is_main else NO_RESUME, world)[0]
+        return world.from_main(self)
 
     def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
         """Small files of the checkpoint."""
@@ -182,7 +182,7 @@ class Saving:
             if self.world.is_main and self.saved:
                 with writing(self.args.workdir / ENDED):
                     (self.args.workdir / ENDED).touch()
-            gather_over_ranks(None, self.world)  # a rank that ends, ends the others
+            self.world.gather(None)  # a rank that ends, ends the others
             saved = f"step {self.saved} is saved, and --resume goes on from there"
             raise notice.Ended(
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
@@ -206,7 +206,7 @@ class Saving:
         self._prune()  # first: no step has shown yet that what is saved now is finite
         shares = [[0.0] * 3 for _ in range(model.parts)]
         shares[model.part] = [totals.positions, totals.tokens, totals.seconds]
-        every = sum_over_parts([x for share in shares for x in share], model.parts, world)
+        every = world.sum_over_parts([x for share in shares for x in share], model.parts)
         shares = [every[i : i + 3] for i in range(0, len(every), 3)]
         positions, tokens, _ = map(sum, zip(*shares, strict=True))
         state = {

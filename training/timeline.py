@@ -11,7 +11,7 @@ such a recorder; a call takes about 0.3 microseconds, an action milliseconds.
     for batch in timeline.over(batches):              # marks every step
         with timeline.span("F"):
             loss = model(batch)
-    timeline.save(workdir)                            # timeline_rank{r}.json
+    timeline.save(workdir, world)                     # timeline_rank{r}.json
 
 Time without an event is idle time, or work that has no event, such as clipping. On a GPU kernels
 run later than they are launched, so a caller synchronizes before it reads the clock, but only while
@@ -31,7 +31,7 @@ import torch
 from runtime.recorder import acting
 from training.files import write_text
 
-from .launch.world import LastAction, World, gather_over_ranks
+from .launch.world import LastAction, World
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -172,13 +172,13 @@ class Timeline:
             "about": self.about, "columns": Event._fields, "events": self.events(),
         }  # fmt: skip
 
-    def save(self, workdir: Path) -> None:
+    def save(self, workdir: Path, world: World = World()) -> None:  # noqa: B008 (immutable)
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
         together. project/figures/recorded.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
-        contents = gather_over_ranks(self.content(), World(self.rank, self.world_size))
-        for rank, content in enumerate(contents if self.rank == 0 else []):
+        contents = world.gather(self.content())
+        for rank, content in enumerate(contents if world.is_main else []):
             write_text(workdir / f"timeline_rank{rank}.json", json.dumps(content))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.device.session import Device, ranks
 from tests.project.programs import parse
-from training.launch.world import World
+from training.launch.distributed import make_world
 
 
 def found(section: str) -> list[tuple[str, bool | None]]:
@@ -44,7 +44,7 @@ def of_every_stage(rank: int, world_size: int, folder: Path) -> list[dict[str, i
     from benchmarks import gpu
 
     found = []
-    world = World(rank, world_size, rank, torch.device("cuda", 0))
+    world = make_world(rank, world_size, rank, torch.device("cuda", 0))
     for zero in range(4):
         gpu._memory_rank(world, zero, folder)
         if rank == 0:  # which writes it

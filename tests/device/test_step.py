@@ -23,6 +23,7 @@ from project.utils import setup_of
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
+from training.launch.distributed import make_world
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
@@ -183,7 +184,7 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
 
 def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
     """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
-    world = World(rank, world_size, rank, torch.device("cuda", rank))
+    world = make_world(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
     setup = Setup(ADAMW, num_microbatches=4)
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup, bucket_bytes=8 << 10)

@@ -37,7 +37,7 @@ from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
 from tests.ranks import sharing
-from training.launch.world import World, gather_over_ranks
+from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.loop import recipe_of, seeded, train
 from training.optimization import Optimizers
@@ -154,7 +154,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Fou
     """The same; but half-way it is saved, and another resumes it."""
     half = n_steps // 2
     with TemporaryDirectory() as folder:
-        workdir = Path(gather_over_ranks(folder, world)[0])
+        workdir = Path(world.gather(folder)[0])
         args = replace(
             row.problem.options, workdir=workdir, save_every=half, resume=True,
         )  # fmt: skip
@@ -171,7 +171,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Fou
             assert resume.checkpoint is not None
             saving(second).restore(resume)
             found |= second.run(n_steps - half)
-        gather_over_ranks(None, world)  # all have read
+        world.gather(None)  # all have read
     return found
 
 
@@ -204,7 +204,7 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         wanted = again(other, world, dtype, n_steps)
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
-    by_rank = gather_over_ranks((compare(found, wanted, reference, rank), sizes), world)
+    by_rank = world.gather((compare(found, wanted, reference, rank), sizes))
     worst = {kind: largest([differences[kind] for differences, _ in by_rank]) for kind in KINDS}
     kind = max(KINDS, key=lambda kind: worst[kind].value)
     if lacking := missing([sizes for _, sizes in by_rank], reference):

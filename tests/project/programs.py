@@ -21,8 +21,9 @@ from project import run_data_parallel, run_pipeline, train
 from project.utils import read_pairs
 from tests.ranks import Ranks
 from training.checkpoint import newest
+from training.launch.distributed import make_world
 from training.launch.errors import RunError
-from training.launch.world import World, choose_device
+from training.launch.world import choose_device
 from training.results import Totals
 from training.resume import Saving, find_resume
 from training.tasks.any_text import END
@@ -101,7 +102,7 @@ def on_rank(
         device = choose_device(args.device, rank, world_size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        world = World(rank, world_size, rank, device)
+        world = make_world(rank, world_size, rank, device)
         try:
             if program == "run_pipeline":
                 run_pipeline.run_pp(args, run_pipeline.choose_devices(args))

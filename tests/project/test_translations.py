@@ -18,8 +18,8 @@ from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
 from tests.project.programs import FLOW, TINY, parse, recomputed
 from tests.ranks import Ranks
+from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
-from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import evaluate_bleu, translate
@@ -76,7 +76,7 @@ def of_one_process() -> tuple[list[str], list[int]]:
 
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
     args = parse(line)
-    task = TranslationTask(args, World(rank, world_size, rank), read_pairs(args))
+    task = TranslationTask(args, make_world(rank, world_size, rank), read_pairs(args))
     task._initialize = large_weights
     return task
 
@@ -94,7 +94,7 @@ def large_weights(name: str, p: Tensor) -> None:
 
 def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]:
     """The parts of the data, and the translations of this rank's, by the layout."""
-    task, world = made(line, rank, world_size), World(rank, world_size, rank)
+    task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
     args: Any = task.args
     setup = setup_of(args, world)
     if line.startswith("train"):
@@ -121,7 +121,7 @@ def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
 
 
 def end_on_notice(rank: int, world_size: int, line: str) -> None:
-    task, world = made(line, rank, world_size), World(rank, world_size, rank)
+    task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
     args: Any = task.args
     model = lay_out(args, task, world, setup_of(args, world))
     mine = [pair["de"] for pair in task.texts.splits["test"]] if rank == 0 else []
@@ -137,7 +137,7 @@ def of_all(rank: int, world_size: int) -> list[str]:
     model: Any = SimpleNamespace(part=min(rank, 1), parts=2)
     mine = list("abcdefg")[model.part :: 2]
     every: Any = SequenceTask.of_all_parts
-    return every(None, World(rank, world_size), model, mine, 7)
+    return every(None, make_world(rank, world_size), model, mine, 7)
 
 
 def test_outputs_of_all_parts_are_in_the_order_of_the_examples(three_ranks: Ranks) -> None:

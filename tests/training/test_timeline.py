@@ -15,8 +15,8 @@ from project.figures.perfetto import write_trace
 from project.figures.recorded import read_timelines
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
+from training.launch.distributed import make_world
 from training.launch.errors import UserError
-from training.launch.world import World
 from training.timeline import Event, Timeline
 
 
@@ -124,7 +124,7 @@ def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float
     """What a rank finds if its clock is ahead, and how long all took."""
     now, start = time.perf_counter, time.perf_counter()
     with mock.patch("training.launch.clocks.time.perf_counter", lambda: now() + ahead[rank]):
-        return clock_offset(World(rank, world_size)), now() - start
+        return clock_offset(make_world(rank, world_size)), now() - start
 
 
 def test_each_rank_finds_how_far_its_clock_is_off(three_ranks: Ranks) -> None:

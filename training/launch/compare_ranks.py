@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import RunError
-from .world import World, gather_over_ranks
+from .world import World
 
 SHOWN = 3  # differences that an error names, and ranks of each
 
@@ -79,7 +79,7 @@ def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -
     mine = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
     first: dict[str, tuple[int, bytes]] = {}  # by name, its first holder, and the hash there
     others: dict[str, list[int]] = {}  # by name, the ranks where it differs from that
-    for rank, found in enumerate(gather_over_ranks(mine, world)):
+    for rank, found in enumerate(world.gather(mine)):
         for name, digest in found.items():
             if first.setdefault(name, (rank, digest))[1] != digest:
                 others.setdefault(name, []).append(rank)

@@ -51,6 +51,7 @@ from runtime.cores import core_slice
 from training.options import Options
 
 from . import notice
+from .distributed import choose_backend, make_world
 from .errors import (
     GRACE,
     OF_TERMINAL,
@@ -68,7 +69,7 @@ from .errors import (
 from .last_actions import WAITS, in_file, of_all_machines, table
 from .meeting import LOOPBACK, connect, host_store, listen, meet, setup
 from .memory import keep_freed_memory
-from .world import LastAction, World, choose_backend, choose_device, quiet_libraries
+from .world import LastAction, World, choose_device, quiet_libraries
 
 STARTER = "the process that starts the ranks"
 
@@ -242,7 +243,7 @@ def _rank_main(
     """The main of a rank that the starter forks. Reports None when it is done, else its error."""
     _end_with_parent()
     try:
-        world = World(rank, settings.world_size, rank, last=last[rank])
+        world = make_world(rank, settings.world_size, rank, last=last[rank])
         _run_rank(world, settings, connect(LOOPBACK, port, settings.timeout), main, args)
     except BaseException as error:
         explained = isinstance(error, (UserError, RunError))  # they need no traceback
@@ -263,7 +264,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     store: Any = None
     try:
         store = meet(rank, world_size, settings.timeout)
-        world = World(rank, world_size, local_rank, last=last[local_rank])
+        world = make_world(rank, world_size, local_rank, last=last[local_rank])
         _run_rank(world, settings, store, main, args)
     except (UserError, RunError):  # the program reports it, in one line
         raise

@@ -17,21 +17,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from .errors import RunError, handled, torchrun
-from .world import World
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
-BEHIND = 2  # rounds that a rank may be ahead of another
 
 _given: dict[int, float] = {}  # signals of this process, inside `heeded`, and when each first came
 
@@ -75,43 +68,14 @@ def given() -> bool:
 
 
 class Agreement:
-    """Ends a loop on all ranks at the same turn if one was given notice. In every round each rank
-    begins to sum the flags, and reads the sum of the round `BEHIND` before, so nobody waits:
-
-        rank 0   begin 0   begin 1   begin 2, read 0   begin 3, read 1   ...
-
-    All ranks make it together, and call `turn` as often as they like, then `end`.
-
-    Args:
-        every: turns of a round.
-    """
-
-    def __init__(self, world: World = World(), every: int = 1) -> None:  # noqa: B008 (immutable)
-        self._alone, self._every, self._turns = world.world_size == 1, every, 0
-        self._begun: deque[tuple[Any, Tensor]] = deque()
+    """Ends a loop if this process was given notice; on all its ranks, if it has several
+    (distributed.py). All make it together, and call `turn` as often as they like, then `end`."""
 
     def turn(self) -> None:
         """A turn begins. Raises Ended."""
-        self._turns += 1
-        if self._turns % self._every == 0:
-            self._round(going=True)
+        if given():
+            raise Ended
 
     def end(self) -> None:
         """This rank has no turns left; returns when no rank has. Raises Ended."""
-        while self._round(going=False):
-            pass
-        for work, _ in self._begun:
-            work.wait()
-
-    def _round(self, going: bool) -> bool:
-        """Returns whether a rank goes on, as far as is known."""
-        said = torch.tensor([given(), going], dtype=torch.int32)  # after the sum: how many ranks
-        if not self._alone:
-            self._begun.append((dist.all_reduce(said, async_op=True), said))
-            if len(self._begun) <= BEHIND:
-                return True
-            work, said = self._begun.popleft()
-            work.wait()
-        if said[0]:
-            raise Ended
-        return bool(said[1])
+        self.turn()

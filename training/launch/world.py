@@ -1,24 +1,26 @@
-"""Who a rank is among the others, what it does, and what all ranks do together."""
+"""Who this process is in its run, what it does, and what all ranks do together.
+
+A run of one process has nobody to ask: its `World` is here, and so is what every `World` can do.
+That of a rank among others is in distributed.py.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from .errors import UserError
+from .notice import Agreement
 
 T = TypeVar("T")
-_BEAT = 0.1  # seconds between signs of life: less than any time-out
 
 
 class LastAction(ctypes.Structure):
@@ -44,19 +46,58 @@ class LastAction(ctypes.Structure):
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `local_rank` counts on this machine, `rank` over all machines; `last` is
-    its last action."""
+    """A process that is alone in its run, the interface of those that are not (distributed.py). All
+    ranks call the methods together. `local_rank` counts on this machine, `rank` over all machines;
+    `last` is this process' last action.
+
+    `group` is the process group in which the ranks meet; None: there is none, or the default one.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (it is immutable)
     last: LastAction = field(default_factory=LastAction, compare=False, repr=False)
+    group: Any = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         """Rank 0 prints, draws the progress bars and writes what is written once."""
         return self.rank == 0
+
+    def on_main(self, work: Callable[[], None]) -> None:
+        """Runs work() on rank 0 while the others wait, however long it takes. `work` must not
+        communicate. If it raises, rank 0 raises; the others continue."""
+        work()
+
+    def on_all(self, work: Callable[[], None]) -> None:
+        """Like `on_main`; then it runs work() on every other rank, which may find it done."""
+        work()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        return [value]
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        return value
+
+    def sum(self, values: Tensor) -> None:
+        """Adds up the values of all ranks, in place."""
+
+    def sum_over_parts(self, values: Sequence[float], parts: int) -> list[float]:  # noqa: ARG002
+        """Sums each value over the parts of a batch; ranks with the same part, as the stages of one
+        pipeline, count once."""
+        return [*values]
+
+    def apart(self, seconds: float) -> World:  # noqa: ARG002
+        """The same ranks in a group of their own on the CPU, where a rank waits so long for
+        another: what they do there may run beside what they do here."""
+        return self
+
+    def agreement(self, every: int = 1) -> Agreement:  # noqa: ARG002
+        """Ends a loop on all ranks at the same turn, looking for notice in every so many turns."""
+        return Agreement()
 
 
 def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -69,72 +110,6 @@ def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.
     if device == "cuda" or (device == "auto" and gpus):
         return torch.device("cuda", local_rank % gpus)
     return torch.device("mps" if device == "mps" else "cpu")
-
-
-def choose_backend(device: str, local_world_size: int) -> str:
-    """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
-    that they need not wait for the GPUs; gloo alone otherwise."""
-    on_gpu = choose_device(device, 0, local_world_size).type == "cuda"
-    one_each = on_gpu and torch.cuda.device_count() >= local_world_size
-    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
-
-
-def on_main(world: World, work: Callable[[], None]) -> None:
-    """Runs work() on rank 0 while the others wait, however long it takes: rank 0 keeps sending
-    signs of life, so no time-out ends them. `work` must not communicate. If it raises, rank 0
-    raises; the others continue."""
-    _while_others_wait(world, work if world.is_main else None)
-
-
-def on_all(world: World, work: Callable[[], None]) -> None:
-    """Like `on_main`; then it runs work() on every other rank, which may find it done."""
-    on_main(world, work)
-    _while_others_wait(world, None if world.is_main else work)
-
-
-def _while_others_wait(world: World, work: Callable[[], None] | None) -> None:
-    """Runs work() where there is some, until it has ended on all ranks."""
-    if world.world_size == 1:
-        if work is not None:
-            work()
-        return
-    done = torch.zeros(())  # reduced again and again, until it is 1
-    if work is None:
-        while not done.item():
-            dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN)  # pairs with one in `tell`
-        return
-    finished = threading.Event()
-
-    def tell() -> None:
-        with suppress(RuntimeError):  # another rank is gone: the launcher notices
-            while not done.item():
-                done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
-                dist.all_reduce(done, dist.ReduceOp.MIN)
-
-    teller = threading.Thread(target=tell, name="tell the others", daemon=True)
-    teller.start()
-    try:
-        work()
-    finally:
-        finished.set()
-        teller.join()  # from here on other collectives may follow
-
-
-def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
-    """Every rank's value, by rank, on every rank."""
-    if world.world_size == 1:
-        return [value]
-    parts: list[Any] = [None] * world.world_size
-    dist.all_gather_object(parts, value, group)
-    return parts
-
-
-def sum_over_parts(values: Sequence[float], parts: int, world: World) -> list[float]:
-    """Sums each value over the parts of a batch; ranks with the same part, as the stages of one
-    pipeline, count once. All ranks call it."""
-    copies = world.world_size / parts  # ranks that have the same part
-    every = gather_over_ranks(values, world)
-    return [sum(by_rank) / copies for by_rank in zip(*every, strict=True)]
 
 
 def quiet_libraries() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipeline.partition import balance as balanced
@@ -45,17 +44,15 @@ def stage_sizes(
         return sizes_as_asked(balance, task.blocks, num_stages)
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
-    sizes: list[Any] = [None]  # to be measured
-    if world.is_main:  # the others wait in the broadcast
+    sizes: list[int] = []  # to be measured
+    if world.is_main:  # the others wait for the result
         step = next(task.steps(0, 0, 1, num_microbatches))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
         filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, setup.dtype))
         with setup.autocast(world.device):
             costs = measure_costs(filled, x, lambda output: task.loss(output, target))
-        sizes = [balanced(costs, num_stages)]
-    if world.world_size > 1:
-        dist.broadcast_object_list(sizes, 0)
-    return sizes[0]
+        sizes = balanced(costs, num_stages)
+    return world.from_main(sizes)
 
 
 def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list[int]:

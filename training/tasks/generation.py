@@ -95,7 +95,7 @@ def continue_all(
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     # At most so many tokens: a sentence that ends early takes what it had left off the rest.
     total = sum(most[i] for i in order)
-    agreement = Agreement(world, every=8)
+    agreement = world.agreement(every=8)
     line = moving(None, bar or "", total, "token", shown=bar is not None)
     for chunk in chunks:
         some = [prompts[i] for i in chunk]

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from runtime.dropout import Keys
 from training.files import writing
 from training.launch.errors import counted
-from training.launch.world import World, gather_over_ranks, on_all, on_main
+from training.launch.world import World
 from training.options import Options
 from training.progress import moving
 from training.seeds import stream
@@ -129,7 +128,7 @@ class SequenceTask(TrainingTask, ABC):
             what = f"Tokenizing {split}"
             return moving(self.encoded(split), what, total, "", shown=world.is_main)
 
-        on_all(world, lambda: write_tokens(folder, encoded, dtype))
+        world.on_all(lambda: write_tokens(folder, encoded, dtype))
         return Tokens(folder, dtype, length, most)
 
     def skeleton(self) -> GPT2LMHeadModel:
@@ -255,7 +254,7 @@ class SequenceTask(TrainingTask, ABC):
 
     def of_all_parts(self, world: World, model: Translator, mine: list[str], n: int) -> list[str]:
         """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
-        by_part = dict(gather_over_ranks((model.part, mine), world))  # its ranks have the same
+        by_part = dict(world.gather((model.part, mine)))  # its ranks have the same
         return [by_part[i % model.parts][i // model.parts] for i in range(n)]
 
     def fingerprints(self) -> dict[str, str]:
@@ -294,7 +293,7 @@ class SequenceTask(TrainingTask, ABC):
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
-        found: list[Any] = [None]
+        found: dict[str, bytes] = {}
 
         def make() -> None:
             workdir = self.args.workdir
@@ -305,9 +304,7 @@ class SequenceTask(TrainingTask, ABC):
                 for file in FILES:
                     with writing(workdir / file):
                         (workdir / file).write_bytes(saved[file])
-            found[0] = {file: (workdir / file).read_bytes() for file in TOKENIZER_FILES}
+            found.update({file: (workdir / file).read_bytes() for file in TOKENIZER_FILES})
 
-        on_main(world, make)  # config.json is not among them: it comes from the options
-        if world.world_size > 1:
-            dist.broadcast_object_list(found, 0)  # contents: hosts share no folder
-        return found[0]
+        world.on_main(make)  # config.json is not among them: it comes from the options
+        return world.from_main(found)  # contents: hosts share no folder

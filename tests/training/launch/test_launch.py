@@ -28,10 +28,11 @@ from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
+from training.launch.distributed import choose_backend, make_world
 from training.launch.errors import RunError, UserError
 from training.launch.launch import RankError, Settings, launch, terminal_ignored, watch
 from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_to
-from training.launch.world import World, choose_backend, choose_device, on_main
+from training.launch.world import World, choose_device
 
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
             raise RunError("the disk is full")
 
     try:
-        on_main(World(rank, world_size), work)
+        make_world(rank, world_size).on_main(work)
     except RunError as error:
         return str(error)
     return "done" if mark.exists() else "early"

@@ -72,7 +72,7 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
 
 
 SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
-TURN = "training.launch.notice.Agreement.turn"
+TURN = "training.launch.distributed.RanksAgree.turn"
 
 
 def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) -> None:
