@@ -31,7 +31,6 @@ from runtime.recorder import Recorder, acting
 
 from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
-from .streams import Copier, Transfer
 
 LossFunction = Callable[[Any, Any], Tensor]
 RECOMPUTE = "R"  # for the recorder
@@ -42,15 +41,14 @@ class Stopped(BaseException):
 
 
 class Channel:
-    """Values from one stage to its neighbour, by micro-batch; over ``copier`` to another device."""
+    """Values from one stage to its neighbour, by micro-batch."""
 
-    def __init__(self, copier: Copier | None = None) -> None:
+    def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._early: dict[int, Any] = {}  # arrived, not yet asked for
-        self._copier = copier
 
     def put(self, i: int, value: Any) -> None:
-        self._queue.put((i, value if self._copier is None else self._copier.send(value)))
+        self._queue.put((i, value))
 
     def get(self, i: int) -> Any:
         """Wait for micro-batch i. Raises `Stopped` after `stop`."""
@@ -60,8 +58,7 @@ class Channel:
                 self.stop()  # for the next who waits
                 raise Stopped
             self._early[entry[0]] = entry[1]
-        value = self._early.pop(i)
-        return value.receive() if isinstance(value, Transfer) else value
+        return self._early.pop(i)
 
     def stop(self) -> None:
         self._queue.put(None)

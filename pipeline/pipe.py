@@ -48,7 +48,7 @@ from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_para
 from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .streams import Copier
+from .streams import Copier, CopyingChannel
 from .worker import Crew, Queue
 
 T = TypeVar("T")
@@ -194,23 +194,23 @@ class Pipe(nn.Module):
 
     def _up(self, stages: Iterable[int]) -> dict[int, Channel]:
         """Channels for activations into these stages."""
-        return {s: Channel(self._copier(s - 1, s)) for s in stages}
+        return {s: self._channel(s - 1, s) for s in stages}
 
     def _down(self, stages: Iterable[int]) -> dict[int, Channel]:
         """Channels for gradients out of these stages."""
-        return {s: Channel(self._copier(s, s - 1)) for s in stages}
+        return {s: self._channel(s, s - 1) for s in stages}
 
-    def _copier(self, source: int, target: int) -> Copier | None:
-        """Between two stages. None where one of them is the caller, nothing is copied, or no GPU
-        has a part in it."""
+    def _channel(self, source: int, target: int) -> Channel:
+        """Between two stages. It copies, unless one of them is the caller, both are on one device,
+        or no GPU has a part in it."""
         if not {source, target} <= {*range(len(self.devices))}:
-            return None
+            return Channel()
         ends = memory_of(self.devices[source]), memory_of(self.devices[target])
         if ends[0] == ends[1] or all(end.type != "cuda" for end in ends):
-            return None
+            return Channel()
         if ends not in self._copiers:  # one per pair of devices
             self._copiers[ends] = Copier(*ends)
-        return self._copiers[ends]
+        return CopyingChannel(self._copiers[ends])
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each appears once."""

@@ -7,10 +7,10 @@ streams of all devices. Work on one stream runs in launch order, so no event is 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
 nodes do. They first wait for that thread's current streams, which in the end wait for them.
 
-What a stage hands to another device is copied by a `Copier`, on a stream of each end. On compute
-streams a copy would wait for all that its receiver has launched, and what its sender launches next
-would wait for the copy. Activations and gradients go in opposite directions, over two copiers. The
-method is torchgpipe's (Kim et al., 2020):
+What a stage hands to another device goes through a `CopyingChannel`: a `Copier` copies it, on a
+stream of each end. On compute streams a copy would wait for all that its receiver has launched, and
+what its sender launches next would wait for the copy. Activations and gradients go in opposite
+directions, over two copiers. The method is torchgpipe's (Kim et al., 2020):
 
     sender's compute      F0 ─┐ F1 ─┐ F2 ─┐            ┐ the copy waits for the event of its F alone
     copier                    └ c0 ┐└ c1 ┐└ c2 ┐
@@ -29,6 +29,8 @@ from torch import Tensor, cuda
 from torch.utils import _pytree as pytree
 
 from runtime.guards import overlapping
+
+from .executor import Channel
 
 
 class Streams:
@@ -131,3 +133,19 @@ class Copier:
             # compute stream, whose next kernel could take it: it will wait for the copy.
             tensor.record_stream(self._streams[0])
         return copy.requires_grad_(tensor.requires_grad)
+
+
+class CopyingChannel(Channel):
+    """A channel to another device, over its copier."""
+
+    def __init__(self, copier: Copier) -> None:
+        super().__init__()
+        self._copier = copier
+
+    def put(self, i: int, value: Any) -> None:
+        super().put(i, self._copier.send(value))
+
+    def get(self, i: int) -> Any:
+        """Wait for micro-batch i, as the receiver's device does for its copy."""
+        value = super().get(i)
+        return value.receive() if isinstance(value, Transfer) else value
