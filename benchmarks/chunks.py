@@ -42,8 +42,9 @@ from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import places
 from project.figures.compared import compare
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
+from training.options import Options
 from training.timeline import Event
 
 MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
@@ -215,7 +216,7 @@ def run() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.pt"
         cores = sorted(os.sched_getaffinity(0))[:K]
-        launch(_rank, Settings(world_size=K, device="cpu", cores_per_rank=1), cores, out)
+        launch(_rank, Options(world_size=K, device="cpu", cores_per_rank=1), cores, out)
         seconds, idle = torch.load(out, weights_only=True)
     rows = []
 

@@ -23,8 +23,9 @@ from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write
 from benchmarks.plain_gpt2 import build_model
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
 from tests.ranks import sharing
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
+from training.options import Options
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets
 
 TITLE = "Data-parallel step, gpt2-mini, 2 ranks with a core each"
@@ -120,7 +121,7 @@ def run() -> list[Row]:
     """Times all contestants and prints their table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.pt"
-        launch(_rank, Settings(world_size=2, device="cpu", cores_per_rank=1), out)
+        launch(_rank, Options(world_size=2, device="cpu", cores_per_rank=1), out)
         seconds = torch.load(out, weights_only=True)
     positions = SEQUENCES * LENGTH * STEPS
     rows = []

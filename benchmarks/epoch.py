@@ -30,10 +30,11 @@ from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
 from project.run_data_parallel import parse_data_parallel
 from project.utils import collate_batch, setup_of
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.replicated import Replicated
 from training.loop import evaluate_loss
+from training.options import Options
 from training.tasks.gpt2 import gpt2_config, gpt2_layers
 from training.tasks.tokens import Batch
 from training.tasks.translation import TranslationTask
@@ -122,7 +123,7 @@ def run(n_train: int = 1600) -> list[Row]:
             None, f"--world_size 2 --device cpu --model gpt2-mini --workdir {folder}/workdir "
             f"--n_train {n_train} --model_max_length {LENGTH} --batch_size {BATCH}".split(),
         )  # fmt: skip
-        launch(_rank, Settings(world_size=2, device="cpu", cores_per_rank=1), args, out)
+        launch(_rank, Options(world_size=2, device="cpu", cores_per_rank=1), args, out)
         seconds, losses = torch.load(out, weights_only=True)
     parts = {
         name: [sum(s[i * len(s) // PARTS : (i + 1) * len(s) // PARTS]) for i in range(PARTS)]

@@ -27,9 +27,10 @@ from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
 from runtime.ranks import Ranks
 from tests.ranks import sharing
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.memory import state_bytes
 from training.launch.world import World
+from training.options import Options
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
 TITLE = "Sharded step, GPT-2 with 6 blocks of width 512, 2 ranks with a core each"
@@ -224,7 +225,7 @@ def _layer_bytes() -> int:
 
 def run() -> list[Row]:
     """Times and weighs all contestants and prints their table."""
-    settings = Settings(world_size=2, device="cpu", cores_per_rank=1)
+    settings = Options(world_size=2, device="cpu", cores_per_rank=1)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.pt"
         launch(_speed, settings, out)

@@ -51,13 +51,13 @@ from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
 from tests.equivalence.table import find, sharded
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
-from training.loop import recipe_of
-from training.optimization import Optimizers
+from training.optimization import Optimizers, Recipe
+from training.options import Options
 from training.tasks.language import LanguageTask
 
 REAL = NUMBER not in os.environ  # else the device has no hardware
@@ -249,7 +249,7 @@ def races() -> list[Line]:
     finally:
         torch.use_deterministic_algorithms(False)
     with tempfile.TemporaryDirectory() as folder:
-        launch(_race_rank, Settings(2, "cuda"), Path(folder))
+        launch(_race_rank, Options(world_size=2, device="cuda"), Path(folder))
         for name in RACED[2]:
             verdicts = [(Path(folder) / f"{name}.{r}").read_text() for r in range(2)]
             found[name] = verdicts == ["True", "True"]
@@ -290,7 +290,8 @@ class _Ours:
         args = replace(text.args, **options)
         self.text, self.number, self.setup = text, args.num_microbatches, setup_of(args, text.world)
         self.model = Replicated(text.task, text.world, self.setup)
-        self.optimizer = Optimizers(self.model.optimizers, recipe_of(args, text.task), text.world)
+        recipe = Recipe(args, text.task.steps_per_epoch)
+        self.optimizer = Optimizers(self.model.optimizers, recipe, text.world)
         self.steps = self._steps()
         self.loss = math.nan
 
@@ -457,7 +458,7 @@ def _memory_rank(world: World, zero: int, folder: Path) -> None:
     task, setup = text.task, Setup(_optimizer, "bf16", 1)
     task.device = world.device
     model: Any = (sharded(zero) if zero else Replicated)(task, world, setup)
-    recipe = recipe_of(text.args, task)
+    recipe = Recipe(text.args, task.steps_per_epoch)
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
     for step in islice(task.steps(0, world.rank, 2, 1), 3):
         torch.cuda.reset_peak_memory_stats()
@@ -480,7 +481,7 @@ def memory() -> list[Line]:
     lines, peaks = [], []
     for zero in (0, 1, 2, 3):
         with tempfile.TemporaryDirectory() as folder:
-            launch(_memory_rank, Settings(2, "cuda"), zero, Path(folder))
+            launch(_memory_rank, Options(world_size=2, device="cuda"), zero, Path(folder))
             held, peak = json.loads((Path(folder) / "memory.json").read_text())
         parts = ", ".join(f"{kind} {n / 2**20:,.0f}" for kind, n in held.items())
         name = f"ZeRO {zero}" if zero else "whole replicas"

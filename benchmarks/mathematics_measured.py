@@ -35,9 +35,10 @@ from project.figures.recorded import read_timelines
 from project.figures.steps import bubbles, in_step, steps_of
 from runtime.ranks import Ranks
 from tests.ranks import sharing
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.memory import state_bytes
 from training.launch.world import World
+from training.options import Options
 from training.timeline import Timeline
 
 WORLDS = (2, 3)
@@ -247,7 +248,7 @@ def measure() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         for w in WORLDS:
             out = Path(folder) / f"wire{w}.json"
-            launch(_wire, Settings(world_size=w, device="cpu", cores_per_rank=1), out)
+            launch(_wire, Options(world_size=w, device="cpu", cores_per_rank=1), out)
             found |= json.loads(out.read_text())
         found |= _pipeline(Path(folder))
     return found

@@ -38,8 +38,9 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedules.schedule import clock_cycles
 from pipeline.worker import Task
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
+from training.options import Options
 
 K, MICROBATCHES, ROUNDS = 2, (4, 8), 3
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128
@@ -234,7 +235,7 @@ def run() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.pt"
         cores = sorted(os.sched_getaffinity(0))[:K]
-        launch(_rank, Settings(world_size=K, device="cpu", cores_per_rank=1), cores, out)
+        launch(_rank, Options(world_size=K, device="cpu", cores_per_rank=1), cores, out)
         seconds = torch.load(out, weights_only=True)
     rows = []
 

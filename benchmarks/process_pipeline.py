@@ -44,8 +44,9 @@ from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES as WHOLE
 from tests.ranks import sharing
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
+from training.options import Options
 
 MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 5, 3
 SCHEDULES = ("gpipe", "1f1b", "zb")
@@ -211,7 +212,7 @@ def run() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         cores = sorted(os.sched_getaffinity(0))[:K]
-        settings = Settings(world_size=K, device="cpu", cores_per_rank=1)
+        settings = Options(world_size=K, device="cpu", cores_per_rank=1)
         launch(_rank, settings, cores, out / "seconds.pt")
         seconds = torch.load(out / "seconds.pt", weights_only=True)
         peaks = {}

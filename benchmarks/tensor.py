@@ -45,10 +45,11 @@ from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
 from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.stages import Staged
+from training.options import Options
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 from training.tasks.task import Step
 
@@ -484,7 +485,7 @@ def run() -> list[Row]:
         out = Path(folder) / "out.pt"
 
         def on(ranks: int, function: Callable[..., None], *args: Any) -> Any:
-            settings = Settings(world_size=ranks, device="cpu", cores_per_rank=1)
+            settings = Options(world_size=ranks, device="cpu", cores_per_rank=1)
             launch(function, settings, *args, out)
             return torch.load(out, weights_only=True)
 

@@ -44,12 +44,12 @@ from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.distributed import choose_backend
 from training.launch.errors import counted, torchrun
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.replicated import Replicated
-from training.loop import recipe_of, run, train
-from training.optimization import Optimizers
+from training.loop import run, train
+from training.optimization import Optimizers, Recipe
 from training.results import options_of
 from training.resume import NO_RESUME, Resume, find_resume
 from training.tasks.sequences import FILES
@@ -100,7 +100,7 @@ def run_dp(
         return
     layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
     announce(world, args, model, wanted.timeline, layout)
-    results = run(world, args, task, model, wanted, model.average_gradients, resume)
+    results = run(world, args, task, model, wanted, resume)
     finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()
 
@@ -110,7 +110,8 @@ def write_gradients(
 ) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step, and the
     first one the options."""
-    optimizer = Optimizers(model.optimizers, recipe_of(args, task), world, counted=model.counted)
+    recipe = Recipe(args, task.steps_per_epoch)
+    optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
     train(model, optimizer, steps, "Epoch 1", world.rank, model.average_gradients)
@@ -125,7 +126,7 @@ def main() -> None:
     with alone_in_workdir(args):
         texts = read_pairs(args)  # once, before ranks start; under torchrun by every rank
         resume = find_resume(args, texts.fingerprints()["train"])
-        launch(run_dp, Settings.of(args), args, texts, resume)  # returns when all ranks have
+        launch(run_dp, args, args, texts, resume)  # returns when all ranks have
 
 
 if __name__ == "__main__":

@@ -77,11 +77,10 @@ from training.files import SUMMARY, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError, counted, works
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.layout import LaidOutModel
-from training.layouts.replicated import Replicated
 from training.loop import run
 from training.profiling import Profile
 from training.resume import NO_RESUME, Resume, find_resume
@@ -158,10 +157,9 @@ def run_rank(
     setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
     announce(world, args, model, setup.timeline, layout_in_words(args, model))
-    average = model.average_gradients if isinstance(model, Replicated) else None
     profile = Profile(setup.timeline, args.profile, args.workdir)
     try:
-        results = run(world, args, task, model, setup, average, resume, trackers_of(args))
+        results = run(world, args, task, model, setup, resume, trackers_of(args))
         profile.close()
         close_trackers(args)
         # Collective, while the pipe is open; rank 0 keeps what it gets.
@@ -246,7 +244,7 @@ def main() -> None:
     with alone_in_workdir(args):
         data = read_data(args)  # once, before ranks start; under torchrun by every rank
         resume = find_resume(args, data.fingerprints()["train"])
-        launch(run_rank, Settings.of(args), args, data, resume)  # returns when all ranks have
+        launch(run_rank, args, args, data, resume)  # returns when all ranks have
 
 
 if __name__ == "__main__":

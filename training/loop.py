@@ -153,11 +153,6 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     return loss / max(1.0, answers), right / max(1.0, answers)
 
 
-def num_steps(args: Options, task: TrainingTask) -> int:
-    """Steps of the whole run."""
-    return args.num_batches or args.n_epochs * task.steps_per_epoch
-
-
 def step_timeout(args: Options, world: World, seconds: float) -> float:
     """Seconds that a rank waits for another in a step that follows one of so many seconds."""
     if args.step_timeout is not None:
@@ -167,38 +162,23 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     return min(args.timeout, max(60.0, 10 * seconds))
 
 
-def recipe_of(args: Options, task: TrainingTask) -> Recipe:
-    """The update of the weights that the options ask for."""
-    return Recipe(
-        learning_rate=args.learning_rate,
-        steps_per_epoch=task.steps_per_epoch,
-        num_steps=num_steps(args, task),
-        lr_scheduler=args.lr_scheduler,
-        warmup_steps=args.warmup_steps,
-        max_grad_norm=args.max_grad_norm,
-        on_nan=args.on_nan,
-    )
-
-
 def run(
     world: World,
     args: Options,
     task: TrainingTask,
     model: LaidOutModel,
     setup: Setup,
-    average_gradients_fn: Callable[[nn.Module], None] | None = None,
     resume: Resume = NO_RESUME,
     trackers: Sequence[Tracker] = (),
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
-    optimizer = Optimizers(
-        model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
-    )
+    recipe = Recipe(args, task.steps_per_epoch)
+    total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
+    optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
     model.check_replicas("at the start")  # after weights were loaded
-    total, per_epoch = num_steps(args, task), task.steps_per_epoch
     done = optimizer.steps  # by the run that is resumed
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, done - 1) // per_epoch
@@ -206,7 +186,7 @@ def run(
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, model, done, trackers)
     setup.timeline.last.step = done + 1
-    epochs = _Epochs(setup.timeline, optimizer, results, saving, metrics, average_gradients_fn)
+    epochs = _Epochs(setup.timeline, optimizer, results, saving, metrics)
     with notice.heeded(args.on_signal), saving.before_the_end():
         if args.num_batches is None and done == 0 and not args.benchmark_only:
             setup.timeline.last.note("evaluation")
@@ -231,7 +211,6 @@ class _Epochs:
     results: Results
     saving: Saving
     metrics: Metrics
-    average_gradients_fn: Callable[[nn.Module], None] | None
 
     def run(self, epoch: int, length: int, before: Totals) -> None:
         """Trains an epoch of so many steps, of which those in `before` are done; then saves,
@@ -243,7 +222,7 @@ class _Epochs:
         steps = self.timeline.over(seeded(ahead, model, args.seed, self.optimizer.steps))
         totals = train(
             model, self.optimizer, steps, f"Epoch {epoch + 1}", world.rank,
-            self.average_gradients_fn, length, before, self._after_step, ahead.prepare,
+            model.average_gradients, length, before, self._after_step, ahead.prepare,
         )  # fmt: skip
         model.limit_waits(args.timeout)
         note("checkpoint")

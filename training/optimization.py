@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.options import Options
+
 from .launch.errors import RunError
 from .launch.world import World
 from .tasks.task import to_device
@@ -40,28 +42,29 @@ Run = Callable[[Callable[[int], Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are updated, from the options."""
+    """How weights are updated, as the options say."""
 
-    learning_rate: float  # the highest
+    args: Options
     steps_per_epoch: int
-    num_steps: int  # of the whole run
-    lr_scheduler: str = "constant"
-    warmup_steps: int = 0
-    max_grad_norm: float | None = None
-    on_nan: str = "stop"
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.args.num_batches or self.args.n_epochs * self.steps_per_epoch
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the highest;
         then constant, or linear or cosine decay to 0 at the step after the last."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / (self.num_steps - self.warmup_steps)
+        args = self.args
+        if step < args.warmup_steps:
+            return args.learning_rate * (step + 1) / args.warmup_steps
+        done = (step - args.warmup_steps) / (self.num_steps - args.warmup_steps)
         falling = {
             "constant": 1.0,
             "linear": 1 - done,
             "cosine": (1 + math.cos(math.pi * done)) / 2,
         }
-        return self.learning_rate * falling[self.lr_scheduler]
+        return args.learning_rate * falling[args.lr_scheduler]
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -144,7 +147,7 @@ class Optimizers:
         epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
         where = f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
         wrong = self._wrong(losses)  # so all ranks take the same way from here
-        if wrong and self.recipe.on_nan == "stop":
+        if wrong and self.recipe.args.on_nan == "stop":
             raise RunError(f"{where}: {wrong}; {ADVICE}")
         self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets resets it
         if self.in_a_row == MOST_IN_A_ROW:
@@ -154,7 +157,7 @@ class Optimizers:
         if wrong or not target_tokens:
             return f"{where}: {wrong or 'the batch has no target token'}; the step was skipped"
         self.loss = self.loss_sum / target_tokens
-        factor = clip_factor(self.norm, self.recipe.max_grad_norm)
+        factor = clip_factor(self.norm, self.recipe.args.max_grad_norm)
         if not launched:
             self._run(partial(self._update, factor=factor))  # stages in threads: on their workers
         return None
@@ -200,7 +203,9 @@ class Optimizers:
             return False
         # Four kernels: infinity and NaN times 0 are NaN, which is not 0.
         not_finite = facts[: 1 + self._world.world_size].sum().mul(0).ne(0).float()
-        most = self.recipe.max_grad_norm  # as in `clip_factor`; torch's `grad_scale` is fp32 only
+        most = (
+            self.recipe.args.max_grad_norm
+        )  # as in `clip_factor`; torch's `grad_scale` is fp32 only
         factor = 1.0 if most is None else (most / (facts[0].sqrt() + 1e-6)).clamp(max=1)
         for optimizer in self.optimizers:
             optimizer.found_inf = not_finite  # type: ignore[attr-defined]

@@ -28,8 +28,9 @@ from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.threads import StagesInThreads
-from training.loop import recipe_of, train
+from training.loop import train
 from training.optimization import Optimizers, Recipe
+from training.options import Options
 from training.tasks.task import Step, whole_model
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
@@ -45,7 +46,7 @@ def steps(task: Any, model: LaidOutModel) -> Iterator[Step]:
 
 def third_step(model: LaidOutModel, world: World = CUDA, average: Any = None) -> Seen:
     """What the loop does in its third step, from the examples to the update."""
-    recipe = recipe_of(PROBLEM.options, model.task)
+    recipe = Recipe(PROBLEM.options, model.task.steps_per_epoch)
     optimizers = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
     batches = steps(model.task, model)
     train(model, optimizers, islice(batches, 2), "", average_gradients_fn=average)
@@ -243,8 +244,8 @@ def test_an_update_launched_ahead_is_the_one_that_the_host_decides_on() -> None:
         torch.manual_seed(0)
         weights = nn.Linear(3, 2).to(device)
         optimizer = ADAMW(weights.parameters())
-        recipe = Recipe(0.1, 9, 9, max_grad_norm=1.0, on_nan="skip")
-        optimizers = Optimizers([optimizer], recipe, World(device=torch.device(device)))
+        options = Options(learning_rate=0.1, num_batches=9, max_grad_norm=1.0, on_nan="skip")
+        optimizers = Optimizers([optimizer], Recipe(options, 9), World(device=torch.device(device)))
         said: list[Any] = []
         for size, loss in ((1e-2, 1.0), (9.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e-2, 2.0)):
             for p in weights.parameters():

@@ -39,8 +39,8 @@ from tests.equivalence.table import Row
 from tests.ranks import sharing
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
-from training.loop import recipe_of, seeded, train
-from training.optimization import Optimizers
+from training.loop import seeded, train
+from training.optimization import Optimizers, Recipe
 from training.resume import NO_RESUME, Saving, find_resume
 from training.tasks.task import Step, TrainingTask
 
@@ -135,8 +135,9 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     setup = Setup(adamw, precision, row.num_microbatches, recompute=row.recompute)
     with sharing(row.share_memory):
         model = row.build(task, world, setup)
+        recipe = Recipe(options, task.steps_per_epoch)
         optimizer = Optimizers(
-            model.optimizers, recipe_of(options, task), world, counted=model.counted, run=model.run
+            model.optimizers, recipe, world, counted=model.counted, run=model.run
         )
         try:
             yield Training(world, task, model, optimizer)

@@ -21,8 +21,9 @@ from tests.equivalence.compare import Result, check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Noise, Problem
 from tests.equivalence.table import Row, find
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World, choose_device
+from training.options import Options
 
 TIMEOUT = 60.0  # seconds that a rank may wait for another
 Show = Callable[[Result], None]
@@ -96,7 +97,7 @@ def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]
     """A row that ends a rank ends the run, with that rank's traceback."""
     with TemporaryDirectory(prefix="verify-") as folder:
         path = Path(folder) / "results"
-        settings = Settings(world_size, run.device, master_port=0, timeout=TIMEOUT)
+        settings = Options(world_size=world_size, device=run.device, master_port=0, timeout=TIMEOUT)
         launch(_rank, settings, run, names, path)
         results: list[Result] = pickle.loads(path.read_bytes())
     return results

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from project.strategies import PAGES
 from project.train import TrainOptions
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
-from training.launch.launch import Settings
 from training.options import Processes, spelt
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -83,8 +81,9 @@ def test_flags_and_values() -> None:
     assert args.workdir == Path("my-runs")
     assert parse("train --zero 2 fsdp --check_weights").check_weights is True
     line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
-    settings = Settings.of(parse(DP + line))
-    assert replace(settings, libraries=()) == Settings(4, "cpu", 1234, 5.0, 1)
+    args = parse(DP + line)
+    assert (args.world_size, args.device, args.master_port) == (4, "cpu", 1234)
+    assert (args.timeout, args.cores_per_rank) == (5.0, 1)
     for option, (alias, *_) in ALIASES.items():
         for equals in (" ", "="):
             args = parse(f"{DP}{alias}{equals}1")

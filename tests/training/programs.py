@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from training.launch.errors import UserError, refuse, signals_end, torchrun_world_size
-from training.launch.launch import Settings, launch
+from training.launch.launch import launch
 from training.launch.world import World
+from training.options import Options
 
 
 def describe(world: World, folder: Path, *_: object) -> None:
@@ -95,7 +96,7 @@ def misfortunes(world: World, folder: Path) -> None:
 
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
-    settings = Settings(torchrun_world_size() or 2, "cpu", timeout=60)
+    settings = Options(world_size=torchrun_world_size() or 2, device="cpu", timeout=60)
     with signals_end():
         try:
             launch(globals()[name], settings, *map(Path, folders))

@@ -18,10 +18,16 @@ from training.launch.distributed import make_world
 from training.launch.errors import RunError
 from training.loop import Ahead, train
 from training.optimization import ADVICE, Optimizers, Recipe, clip_factor
+from training.options import Options
 from training.results import Totals
 from training.tasks.task import Step
 
 INF, NAN = math.inf, math.nan
+
+
+def recipe_of(rate: float, per_epoch: int, steps: int, **options: Any) -> Recipe:
+    """The recipe of a run of so many steps."""
+    return Recipe(Options(learning_rate=rate, num_batches=steps, **options), per_epoch)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ INF, NAN = math.inf, math.nan
 )
 def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> None:
     """Eight steps, and what a ninth would have. No step is lost to a rate of 0."""
-    recipe = Recipe(8.0, 4, 8, lr_scheduler, warmup)
+    recipe = recipe_of(8.0, 4, 8, lr_scheduler=lr_scheduler, warmup_steps=warmup)
     found = [recipe.learning_rate_at(k) for k in range(9)]
     assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
 
@@ -52,7 +58,7 @@ def test_norms_are_squared_in_float64(gradient: list[float], norm: float) -> Non
     """In float32, their type, the second square would be infinite, and the third 0."""
     p = nn.Parameter(torch.zeros(len(gradient)))
     p.grad = torch.tensor(gradient)
-    optimizers = Optimizers([torch.optim.SGD([p], lr=1.0)], Recipe(1.0, 1, 1))
+    optimizers = Optimizers([torch.optim.SGD([p], lr=1.0)], recipe_of(1.0, 1, 1))
     optimizers.step(torch.tensor(3.0), 2)
     assert optimizers.norm == pytest.approx(norm, rel=1e-6, abs=0) and optimizers.loss == 1.5
 
@@ -60,7 +66,7 @@ def test_norms_are_squared_in_float64(gradient: list[float], norm: float) -> Non
 def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], Optimizers]:
     """Parameters of ones in float64, an SGD with momentum for each."""
     parameters = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in sizes]
-    sgd = [torch.optim.SGD([p], lr=recipe.learning_rate, momentum=0.5) for p in parameters]
+    sgd = [torch.optim.SGD([p], lr=recipe.args.learning_rate, momentum=0.5) for p in parameters]
     return parameters, Optimizers(sgd, recipe, **more)
 
 
@@ -72,7 +78,7 @@ def feed(parameters: list[nn.Parameter], value: float) -> None:
 def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
     """Momentum and weights know nothing of it; the schedule goes on, also after a resume. Without
     a target there is nothing to learn, which is no failure, whatever --on_nan says."""
-    recipe = Recipe(1.0, 4, 4, "linear", on_nan="skip")
+    recipe = recipe_of(1.0, 4, 4, lr_scheduler="linear", on_nan="skip")
     parameters, optimizers = make(recipe, 1)
     plain = nn.Parameter(torch.ones(1, dtype=torch.float64))
     sgd = torch.optim.SGD([plain], lr=1.0, momentum=0.5)
@@ -93,7 +99,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
-    (parameter,), optimizers = make(Recipe(1.0, 100, 100, on_nan="skip"), 1)
+    (parameter,), optimizers = make(recipe_of(1.0, 100, 100, on_nan="skip"), 1)
     optimizers.load_state_dict({"steps": 39, "in_a_row": 19})
     feed([parameter], 1.0)
     said = f"epoch 1, step 40 of 100: the loss is nan, as were 19 before it; {ADVICE}"
@@ -104,7 +110,7 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
 
 def test_an_epoch_counts_steps_but_not_what_is_done_after_them() -> None:
     """Of a step that was left out, neither the loss nor the targets."""
-    (parameter,), optimizers = make(Recipe(1.0, 9, 9, on_nan="skip"), 1)
+    (parameter,), optimizers = make(recipe_of(1.0, 9, 9, on_nan="skip"), 1)
     feed([parameter], 0.0)
     losses = iter([2.0, NAN, 0.5])
     model: Any = SimpleNamespace(backward=lambda _: torch.tensor(next(losses)))
@@ -126,7 +132,7 @@ ROWS = [  # of two ranks: losses, and gradients
 
 def _rank(rank: int, world_size: int, on_nan: str) -> list[Any]:
     """What is said of each step, and the weights at the end."""
-    recipe = Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
+    recipe = recipe_of(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
     parameters, optimizers = make(recipe, 2, 2, world=make_world(rank, world_size))
     found: list[Any] = []
     for losses, gradients in ROWS:

@@ -38,7 +38,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -74,35 +74,18 @@ from .world import LastAction, World, choose_device, quiet_libraries
 STARTER = "the process that starts the ranks"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How ranks are started; the options that every program shares."""
-
-    world_size: int
-    device: str = "auto"
-    master_port: int | None = None
-    timeout: float = 300.0
-    cores_per_rank: int | None = None
-    libraries: tuple[str, ...] = ()  # that ranks need; imported before they are forked
-
-    @classmethod
-    def of(cls, args: Options) -> Settings:
-        """From a program's options."""
-        # Making an optimizer imports torch._dynamo, which takes seconds.
-        libraries = ["torch._dynamo", "torch.distributed.checkpoint"]
-        if args.model != "vgg16":
-            libraries.append("transformers.models.gpt2.modeling_gpt2")
-        return cls(
-            args.world_size, args.device, args.master_port, args.timeout, args.cores_per_rank,
-            tuple(libraries),
-        )  # fmt: skip
+def libraries(args: Options) -> list[str]:
+    """What ranks import, once for all before they are forked."""
+    # Making an optimizer imports torch._dynamo, which takes seconds.
+    of_text = ["transformers.models.gpt2.modeling_gpt2"] if args.model != "vgg16" else []
+    return ["torch._dynamo", "torch.distributed.checkpoint", *of_text]
 
 
-def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
+def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
     """Runs main(world, *args) on every rank, and returns when all have returned.
 
     Under torchrun this process is a rank; otherwise `settings.world_size` processes are started
-    here. `main` and `args` must be picklable.
+    here. `main` and `args` must be picklable. `settings` are the options that say how.
 
     Raises:
         UserError: the device or the port is not available, or a rank raised it.
@@ -140,14 +123,14 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         raise error
 
 
-def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> None:
+def _start_ranks(settings: Options, listener: socket.socket, report: Any) -> None:
     """The starter's main. Reports None when all ranks are done, else what ended the run first."""
     _end_with_parent()
     ignore(OF_TERMINAL)  # they are blocked, too: see `terminal_ignored`
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     try:
         main, args = report.recv()
-        for library in settings.libraries:  # once for all ranks, which are forked from here
+        for library in libraries(settings):
             importlib.import_module(library)
         gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
         # Memory that the starter shares with the ranks, an entry for each.
@@ -234,7 +217,7 @@ def _received(pipe: Any, process: Any, who: str) -> Exception | None:
 def _rank_main(
     rank: int,
     port: int,
-    settings: Settings,
+    settings: Options,
     pipe: Any,
     last: Sequence[LastAction],
     main: Callable[..., None],
@@ -252,7 +235,7 @@ def _rank_main(
     pipe.send(None)  # after the barrier: all ranks are done
 
 
-def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
+def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
     """The same for a rank that torchrun starts."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a wait in gloo would not see torchrun's Ctrl-C
@@ -279,7 +262,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
 
 
 def _run_rank(
-    world: World, settings: Settings, store: Any, main: Callable[..., None], args: Sequence[Any]
+    world: World, settings: Options, store: Any, main: Callable[..., None], args: Sequence[Any]
 ) -> None:
     """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
     main, and waits for all ranks."""

@@ -112,6 +112,7 @@ class LaidOutModel(ABC):
         optimizers: of what this rank holds; each parameter is in one of them.
         counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
             must add each parameter; None: this rank adds all it holds.
+        average_gradients: the loop calls it with `module` after `backward`; None: nothing to do.
         run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
         devices: that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
@@ -130,6 +131,7 @@ class LaidOutModel(ABC):
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]
     counted: Sequence[nn.Parameter] | None = None
+    average_gradients: Callable[[nn.Module], None] | None = None
     run: Run | None = None
     cut: Sequence[int] | None = None
 

@@ -49,8 +49,6 @@ class Replicated(LaidOutModel):
     Args:
         gradient_sync: per_parameter, flat or overlap.
         bucket_bytes, comm_dtype: of the buckets of `overlap`.
-
-    `average_gradients` is what the loop calls after `backward`; None in one process.
     """
 
     module: nn.Module
@@ -82,7 +80,6 @@ class Replicated(LaidOutModel):
         self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
         self.counted = parameters[world.rank :: world.world_size]
-        self.average_gradients: Callable[[nn.Module], None] | None = None
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.close: Callable[[], None] = lambda: None
         if world.world_size == 1:  # nothing to average

@@ -30,14 +30,17 @@ from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.distributed import choose_backend, make_world
 from training.launch.errors import RunError, UserError
-from training.launch.launch import RankError, Settings, launch, terminal_ignored, watch
+from training.launch.launch import RankError, launch, terminal_ignored, watch
 from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
+from training.options import Options
+
+TWO_RANKS = Options(world_size=2, device="cpu", timeout=60)
 
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
     """With more work than a pipe holds."""
-    launch(programs.describe, Settings(2, device="cpu", timeout=60), tmp_path, "x" * 1_000_000)
+    launch(programs.describe, TWO_RANKS, tmp_path, "x" * 1_000_000)
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     for rank, mine in enumerate([cores[:half], cores[half : 2 * half]] if half else [cores] * 2):
@@ -79,7 +82,7 @@ def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(
     """It leaves no process. A rank that is killed: see tests/test_failures.py."""
     before = psutil.Process().children(recursive=True)
     with pytest.raises(SystemExit) as end:
-        launch(work, Settings(2, device="cpu", timeout=60))
+        launch(work, TWO_RANKS)
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
     printed = capfd.readouterr().err
@@ -165,7 +168,7 @@ def test_a_given_port_is_used_or_said_to_be_taken() -> None:
         port = taken.getsockname()[1]
         said = f"^--master_port {port}: Address already in use.*; without the option a free port "
         with pytest.raises(UserError, match=said):
-            launch(programs.user_error, Settings(1, device="cpu", master_port=port))
+            launch(programs.user_error, Options(world_size=1, device="cpu", master_port=port))
     with listen(port) as again:
         assert again.getsockname() == ("127.0.0.1", port)
     with pytest.raises(UserError, match=r"^--master_port 99999: ports go from 0 to 65535; "):
