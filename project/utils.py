@@ -73,9 +73,8 @@ def setup_of(args: Options, world: World, workers: str = "rank", offset: float =
         torch.backends.cudnn.conv.fp32_precision = exact  # type: ignore[attr-defined]
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
-        world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
-        about={"strategy": args.strategy}, last=world.last, offset=offset,
-    )  # fmt: skip
+        world, num_steps=steps, workers=workers, about={"strategy": args.strategy}, offset=offset
+    )
     return Setup(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,

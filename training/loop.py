@@ -197,7 +197,7 @@ def run(
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
     if not setup.timeline.complete:  # the run was shorter
-        setup.timeline.save(args.workdir, world)
+        setup.timeline.save(args.workdir)
     results.summarize()
     return results
 
@@ -250,7 +250,7 @@ class _Epochs:
         if asked:
             raise notice.Ended
         if self.timeline.recording and self.timeline.complete:
-            self.timeline.save(args.workdir, world)  # at once: the run may be interrupted later
+            self.timeline.save(args.workdir)  # at once: the run may be interrupted later
         self.timeline.last.note("next batch")
         self.timeline.last.step = self.optimizer.steps + 1
 

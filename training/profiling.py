@@ -28,7 +28,7 @@ class Profile:
         from torch.profiler import profile, schedule
 
         timeline.range = torch.profiler.record_function
-        path = workdir / f"profile_rank{timeline.rank}.json"
+        path = workdir / f"profile_rank{timeline.world.rank}.json"
         self._profiler = profile(
             schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),

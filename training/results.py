@@ -129,7 +129,8 @@ class Results:
         seconds = max(1e-9, totals.seconds)
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
         mine = [totals.positions / seconds, totals.tokens / seconds]
-        together = self.world.sum_over_parts(mine, self.model.parts)  # collective
+        every = self.world.of_parts(self.model.part, mine)  # collective
+        together = [sum(speeds) for speeds in zip(*every, strict=True)]
         speeds = mine if self._apart else together
         result = {
             "training_loss": training_loss,

@@ -204,14 +204,12 @@ class Saving:
         if not self.args.keep or steps <= self.saved:
             return
         self._prune()  # first: no step has shown yet that what is saved now is finite
-        shares = [[0.0] * 3 for _ in range(model.parts)]
-        shares[model.part] = [totals.positions, totals.tokens, totals.seconds]
-        every = world.sum_over_parts([x for share in shares for x in share], model.parts)
-        shares = [every[i : i + 3] for i in range(0, len(every), 3)]
+        mine = (totals.positions, totals.tokens, totals.seconds)
+        shares = world.of_parts(model.part, mine)
         positions, tokens, _ = map(sum, zip(*shares, strict=True))
         state = {
             **self.optimizer.state_dict(),
-            "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
+            "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "shares": shares,  # positions, tokens and seconds of each part of the batch
             "options": options_of(self.args),
             "data": self.fingerprint,

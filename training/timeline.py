@@ -5,13 +5,13 @@ which rank computed, sent or waited for which micro-batch, and what happened at 
 every action calls a recorder with (kind, stage or layer, micro-batch, start, end). A `Timeline` is
 such a recorder; a call takes about 0.3 microseconds, an action milliseconds.
 
-    timeline = Timeline(world.rank, world.world_size, about={"strategy": "ddp"})
+    timeline = Timeline(world, about={"strategy": "ddp"})
     pipe = Pipe(module, recorder=timeline)            # or anything else that takes a recorder
     timeline.watch(optimizer)
     for batch in timeline.over(batches):              # marks every step
         with timeline.span("F"):
             loss = model(batch)
-    timeline.save(workdir, world)                     # timeline_rank{r}.json
+    timeline.save(workdir)                            # timeline_rank{r}.json
 
 Time without an event is idle time, or work that has no event, such as clipping. On a GPU kernels
 run later than they are launched, so a caller synchronizes before it reads the clock, but only while
@@ -31,7 +31,7 @@ import torch
 from runtime.recorder import acting
 from training.files import write_text
 
-from .launch.world import LastAction, World
+from .launch.world import World
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -72,12 +72,11 @@ class Timeline:
     seconds of `time.perf_counter`, from any thread.
 
     Args:
-        rank, world_size: who this is.
+        world: who this is; its device, for whose kernels `span` waits; and its last action, which
+            is noted as it begins, also while nothing is recorded.
         num_steps: how many steps are recorded; None: all, and what comes before them.
         workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
-        device: of this rank; `span` waits for its kernels.
         about: facts for a picture: strategy, schedule, num_microbatches ...
-        last: where every action is noted as it begins, also while nothing is recorded.
         offset: seconds from this rank's clock to rank 0's (launch/clocks.py).
 
     `recording` says whether an event would be kept now; callers need not time anything else.
@@ -85,23 +84,18 @@ class Timeline:
 
     def __init__(
         self,
-        rank: int = 0,
-        world_size: int = 1,
+        world: World = World(),  # noqa: B008 (it is immutable)
         *,
         num_steps: int | None = None,
         workers: str = "rank",
-        device: torch.device | None = None,
         about: Mapping[str, Any] | None = None,
-        last: LastAction | None = None,
         offset: float = 0.0,
     ) -> None:
-        self.last = last or LastAction()
+        self.world, self.last = world, world.last
         # Of a profiler: around every action, and after every step.
         self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.after_step: Callable[[], None] = lambda: None
-        self.rank, self.world_size, self.workers = rank, world_size, workers
-        self.device = device or torch.device("cpu")
-        self.about = dict(about or {})
+        self.workers, self.about = workers, dict(about or {})
         self.recording = num_steps is None
         self.offset = offset
         self._num_steps = num_steps
@@ -146,7 +140,7 @@ class Timeline:
     @contextmanager
     def span(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
         """Records what happens in the `with`."""
-        with acting(self, kind, stage, microbatch, device=self.device):
+        with acting(self, kind, stage, microbatch, device=self.world.device):
             yield
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
@@ -168,17 +162,17 @@ class Timeline:
     def content(self) -> dict[str, Any]:
         """Of this rank's file."""
         return {
-            "rank": self.rank, "world_size": self.world_size, "workers": self.workers,
+            "rank": self.world.rank, "world_size": self.world.world_size, "workers": self.workers,
             "about": self.about, "columns": Event._fields, "events": self.events(),
         }  # fmt: skip
 
-    def save(self, workdir: Path, world: World = World()) -> None:  # noqa: B008 (immutable)
+    def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
         together. project/figures/recorded.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
-        contents = world.gather(self.content())
-        for rank, content in enumerate(contents if world.is_main else []):
+        contents = self.world.gather(self.content())
+        for rank, content in enumerate(contents if self.world.is_main else []):
             write_text(workdir / f"timeline_rank{rank}.json", json.dumps(content))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class Run:
     references: Mapping[Problem, Reference]
     n_steps: int
     dtype: torch.dtype
-    device: str
+    device: Any  # as --device has it
     show: Show
 
     def check(self, row: Row, world: World) -> Result:

@@ -96,7 +96,9 @@ def misfortunes(world: World, folder: Path) -> None:
 
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
-    settings = Options(world_size=torchrun_world_size() or 2, device="cpu", timeout=60)
+    settings = Options(
+        world_size=torchrun_world_size() or 2, model="vgg16", device="cpu", timeout=60
+    )
     with signals_end():
         try:
             launch(globals()[name], settings, *map(Path, folders))

@@ -34,17 +34,22 @@ def results(tmp_path: Path) -> Results:
     """Of a translation run on one rank."""
     units = ("positions/s", "real tokens/s")
     task: Any = SimpleNamespace(score_name="BLEU", units=units, tested=lambda: PAIRS)
-    model: Any = SimpleNamespace(schedule=None, parts=1)
+    model: Any = SimpleNamespace(schedule=None, part=0)
     args = Options(workdir=tmp_path)
     return Results(World(), args, task, model)
+
+
+class _OfTwoReplicas(World):
+    def of_parts(self, part: int, value: Any) -> list[Any]:  # noqa: ARG002
+        return [value, value]
 
 
 def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     results: Results, tmp_path: Path
 ) -> None:
-    results.model.schedule, results.model.parts = "1f1b", 2  # replicas
+    results.model.schedule = "1f1b"
     for rank in range(2):
-        results.world = World(rank, 1)
+        results.world = _OfTwoReplicas(rank)
         results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
     assert names_in(tmp_path) == ["eval_results_epoch3.json", "gen_epoch3.json"]
     assert read_json(tmp_path / "eval_results_epoch3.json") == {

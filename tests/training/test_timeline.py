@@ -26,7 +26,7 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
         timeline(kind, 0, 0, now, now)
 
     timeline = Timeline(num_steps=3)
-    nothing = Timeline(rank=1, world_size=2, num_steps=0)
+    nothing = Timeline(make_world(1, 2), num_steps=0)
     seen = []
     for _ in range(2):
         for item in timeline.over(nothing.over("xy")):
@@ -42,8 +42,7 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
 
 def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
     """What rank `rank` of two did, on a clock that is off."""
-    timeline = Timeline(about={"strategy": "ddp"})  # no group: offsets are given
-    timeline.rank, timeline.world_size, timeline.offset = rank, 2, offset
+    timeline = Timeline(make_world(rank, 2), about={"strategy": "ddp"}, offset=offset)
     timeline("F", 0, 0, 100.0 - offset, 100.25 - offset)
     timeline("B", 0, 0, 100.25 - offset, 101.0 - offset)
     timeline("all_reduce", 0, -1, 100.5 - offset, 101.5 - offset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -95,10 +95,10 @@ class DistributedWorld(World):
         """An all-reduce, where the values are: the bits are the same on all ranks."""
         dist.all_reduce(values, group=self.group)
 
-    def sum_over_parts(self, values: Sequence[float], parts: int) -> list[float]:
-        """Over all ranks, less the copies."""
-        copies = self.world_size / parts  # ranks that have the same part
-        return [sum(by_rank) / copies for by_rank in zip(*self.gather(values), strict=True)]
+    def of_parts(self, part: int, value: T) -> list[T]:
+        """Of ranks with the same part, the last one's."""
+        found = dict(self.gather((part, value)))
+        return [found[part] for part in sorted(found)]
 
     def apart(self, seconds: float) -> World:
         """The group is for checkpoints: the time-outs of steps leave it as it is."""

@@ -10,7 +10,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -85,10 +85,10 @@ class World:
     def sum(self, values: Tensor) -> None:
         """Adds up the values of all ranks, in place."""
 
-    def sum_over_parts(self, values: Sequence[float], parts: int) -> list[float]:  # noqa: ARG002
-        """Sums each value over the parts of a batch; ranks with the same part, as the stages of one
-        pipeline, count once."""
-        return [*values]
+    def of_parts(self, part: int, value: T) -> list[T]:  # noqa: ARG002
+        """The value of each part of a batch, on every rank. This one has a `part`, as may others,
+        such as the stages of one pipeline."""
+        return [value]
 
     def apart(self, seconds: float) -> World:  # noqa: ARG002
         """The same ranks in a group of their own on the CPU, where a rank waits so long for

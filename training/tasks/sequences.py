@@ -58,7 +58,7 @@ from .tokens import (
 )
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
 MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
 EVAL_BATCH = 64
@@ -254,8 +254,8 @@ class SequenceTask(TrainingTask, ABC):
 
     def of_all_parts(self, world: World, model: Translator, mine: list[str], n: int) -> list[str]:
         """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
-        by_part = dict(world.gather((model.part, mine)))  # its ranks have the same
-        return [by_part[i % model.parts][i // model.parts] for i in range(n)]
+        every = world.of_parts(model.part, mine)
+        return [every[i % model.parts][i // model.parts] for i in range(n)]
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the texts."""

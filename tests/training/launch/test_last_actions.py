@@ -22,7 +22,7 @@ from tests.project.programs import ROOT, TINY
 from tests.ranks import Ranks
 from tests.warm import run_warm
 from training.launch.last_actions import in_file, of_all_machines, table, verdict
-from training.launch.world import LastAction
+from training.launch.world import LastAction, World
 from training.timeline import Timeline
 
 TIMEOUT = 1.5  # seconds: a busy machine may need one for what takes milliseconds
@@ -48,7 +48,7 @@ class Hangs(nn.Module):
 def _hang(rank: int, size: int, strategy: str, folder: Path) -> str:
     """The table of a rank that has waited in vain."""
     last = in_file(folder / "last", size)
-    timeline = Timeline(num_steps=0, last=last[rank])
+    timeline = Timeline(World(last=last[rank]), num_steps=0)
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     hangs: Any = Hangs(folder / "enough") if rank == size - 1 else nn.Identity()
     x, y = batch(8)

@@ -35,7 +35,7 @@ from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_
 from training.launch.world import World, choose_device
 from training.options import Options
 
-TWO_RANKS = Options(world_size=2, device="cpu", timeout=60)
+TWO_RANKS = Options(world_size=2, model="vgg16", device="cpu", timeout=60)
 
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
