@@ -191,7 +191,6 @@ class Results:
         *lines, last = read_metrics(args.workdir)
         steps = [numbers for numbers in lines if "loss" in numbers]
         seconds = [numbers["seconds"] for numbers in steps]
-        later = seconds[1:] or seconds or [math.nan]  # the first step is slower
         score = self.task.score_name.lower()
         self.summary = {
             **options_of(args),
@@ -201,7 +200,6 @@ class Results:
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
             "step_seconds": seconds,
-            "examples_per_sec": args.batch_size / statistics.fmean(later),
             "peak_rss_bytes": peaks,
             "state_bytes": {kind: [state[kind] for state in states] for kind in states[0]},
             "loss": [numbers["loss"] for numbers in steps],  # null: skipped

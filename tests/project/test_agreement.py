@@ -13,7 +13,7 @@ from tests.project.programs import KINDS, TINY, VGG, on_rank
 from tests.ranks import Ranks
 from training.launch.compare_ranks import run_things
 from training.optimization import Optimizers
-from training.tasks.tokens import train_tokenizer
+from training.tasks.tokens import get_tokenizer
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -77,7 +77,7 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
     """Rank 0's tokenizer goes to all: what an earlier run has left on a host is no matter."""
     Path("host1").mkdir()
     other = [{"de": "Zwölf Boxkämpfer jagen Viktor.", "en": "Twelve boxers chase Viktor."}] * 9
-    train_tokenizer(other, 300, "de", "en").save_pretrained("host1")
+    get_tokenizer(other, 300, "de", "en", Path("host1"))
     said = ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--timeout 50")
     assert said == [(None, True)] * 2
 

@@ -18,7 +18,7 @@ from training.export import export
 from training.launch.errors import UserError
 from training.tasks.gpt2 import gpt2_config
 from training.tasks.sampling import sample
-from training.tasks.tokens import train_tokenizer
+from training.tasks.tokens import get_tokenizer
 from training.trained import Trained, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -27,9 +27,10 @@ LINES = ["Häuser", "Wir sehen den Mann", "Ei", "", "Der Mann sieht das große H
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A model whose outputs vary, in float64: in which batch a line is must not matter."""
-    tokenizer = train_tokenizer([{"de": LINES[4], "en": "The man sees"}] * 2, 300, "de", "en")
+    pairs, folder = [{"de": LINES[4], "en": "The man sees"}] * 2, tmp_path_factory.mktemp("made")
+    tokenizer = get_tokenizer(pairs, 300, "de", "en", folder)
     config = gpt2_config("gpt2-mini", 320, 64, n_layer=2, n_embd=16, n_head=2)
     model = build_model(config, seed=5).double()
     for name, p in model.named_parameters():
@@ -111,9 +112,9 @@ def test_workdir_checkpoint_and_export_give_the_same(
     refused("^work: this run has no checkpoint yet; there is one aft", load_trained, "work")
 
 
-def test_a_language_may_have_any_name(trained: Trained) -> None:
+def test_a_language_may_have_any_name(trained: Trained, tmp_path: Path) -> None:
     """It is the key of its column, such as zh-CN."""
-    tokenizer = train_tokenizer([{"zh-CN": "a", "en": "b"}], 300, "zh-CN", "en")
+    tokenizer = get_tokenizer([{"zh-CN": "a", "en": "b"}], 300, "zh-CN", "en", tmp_path)
     assert Trained(trained.model, tokenizer, 64).source_end == "<eos_zh-CN>"
     assert trained.source_end == "<eos_de>"
 

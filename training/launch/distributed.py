@@ -38,8 +38,7 @@ def choose_backend(device: str, local_world_size: int) -> str:
 
 
 def make_world(rank: int, world_size: int, *more: Any, **facts: Any) -> World:
-    """The `World` of a rank. Of one process, which has joined its process group, too, the plain
-    one."""
+    """The `World` of a rank. A process that is alone gets the plain one, also in a group of one."""
     return (DistributedWorld if world_size > 1 else World)(rank, world_size, *more, **facts)
 
 

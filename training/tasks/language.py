@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.launch.errors import UserError
@@ -31,7 +32,7 @@ from .task import Score, Translator
 from .tokens import AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import PreTrainedTokenizerFast
+    pass
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
@@ -55,11 +56,12 @@ class LanguageTask(SequenceTask):
 
     score_name = "perplexity"
 
-    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+    def train_tokenizer(self, folder: Path) -> None:
         """Learns merges within lines."""
         texts = (text.removesuffix(END) for text in evenly(self.texts.splits["train"]))
         lines = (line for text in texts for line in text.splitlines(True))
-        return train_bpe(lines, self.args.vocab_size or MAX_VOCAB, [END], self.special_tokens())
+        vocabulary, uses = self.args.vocab_size or MAX_VOCAB, self.special_tokens()
+        train_bpe(lines, vocabulary, [END], uses).save_pretrained(folder)
 
     def special_tokens(self) -> dict[str, Any]:
         """The end of a text, which also pads."""

@@ -95,8 +95,8 @@ class SequenceTask(TrainingTask, ABC):
         self.length = args.model_max_length if args.padding == "max_length" else None
 
     @abstractmethod
-    def train_tokenizer(self) -> PreTrainedTokenizerFast:
-        """A tokenizer of the train split, of a model that starts from nothing."""
+    def train_tokenizer(self, folder: Path) -> None:
+        """Writes a tokenizer of the train split, of a model that starts from nothing."""
 
     @abstractmethod
     def special_tokens(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class SequenceTask(TrainingTask, ABC):
         folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.part")
-            self.train_tokenizer().save_pretrained(part)
+            self.train_tokenizer(part)
             part.replace(folder)
         shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
 

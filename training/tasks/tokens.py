@@ -63,17 +63,21 @@ def ends_of(src: str, tgt: str) -> dict[str, Any]:
     return {"pad_token": PAD, "eos_token": eos(tgt), "extra_special_tokens": [eos(src)]}
 
 
-def train_tokenizer(
-    pairs: Sequence[dict[str, str]], vocab_size: int, src: str, tgt: str
+def get_tokenizer(
+    examples: Sequence[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over both languages: any text can be encoded, nothing is unknown.
+    """Byte-level BPE over both languages: any text can be encoded, nothing is unknown. Writes it to
+    workdir/tokenizer.json, too.
 
     Args:
         vocab_size: maximum number of tokens: 256 bytes, 3 special tokens, and merges. A small
             text may give fewer merges.
     """
-    texts = (pair[key] for pair in evenly(pairs) for key in (src, tgt))
-    return train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)], ends_of(src, tgt))
+    texts = (pair[key] for pair in evenly(examples) for key in (src_key, tgt_key))
+    special, uses = [PAD, eos(src_key), eos(tgt_key)], ends_of(src_key, tgt_key)
+    tokenizer = train_bpe(texts, vocab_size, special, uses)
+    tokenizer.save_pretrained(workdir)
+    return tokenizer
 
 
 def evenly(texts: Sequence[T]) -> Sequence[T]:
@@ -97,16 +101,6 @@ def train_bpe(
         tokenizer_object=bpe._tokenizer, clean_up_tokenization_spaces=False
     )
     tokenizer.add_special_tokens(uses)
-    return tokenizer
-
-
-def get_tokenizer(
-    examples: Sequence[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
-) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer on `examples` and writes it to workdir/tokenizer.json."""
-    tokenizer = train_tokenizer(examples, vocab_size, src_key, tgt_key)
-    with writing(workdir / "tokenizer.json"):
-        tokenizer.save_pretrained(workdir)
     return tokenizer
 
 

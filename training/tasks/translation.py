@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.launch.errors import UserError
@@ -12,10 +13,10 @@ from .generation import evaluate_bleu, translate
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import Rows, Tokens, encode, ends_of, train_tokenizer
+from .tokens import Rows, Tokens, encode, ends_of, get_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import PreTrainedTokenizerFast
+    pass
 
 
 class TranslationTask(SequenceTask):
@@ -23,10 +24,10 @@ class TranslationTask(SequenceTask):
 
     score_name = "BLEU"
 
-    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+    def train_tokenizer(self, folder: Path) -> None:
         """One for both languages."""
         args, pairs = self.args, self.texts.splits["train"]
-        return train_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt)
+        get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, folder)
 
     def special_tokens(self) -> dict[str, Any]:
         """Padding, and the end of each language."""

@@ -15,7 +15,7 @@ from benchmarks.plain_gpt2 import build_model
 from training.seeds import stream
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets, round_vocab
 from training.tasks.pretrained import check_pretrained, pretrained_config, pretrained_initializer
-from training.tasks.tokens import train_tokenizer
+from training.tasks.tokens import get_tokenizer
 
 
 def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
@@ -112,7 +112,7 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
     saved = model.transformer if part == "transformer" else model.bfloat16()
     saved.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    train_tokenizer([{"a": "Ja."}], 300, "a", "a").save_pretrained(tmp_path)
+    get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
     check_pretrained(str(tmp_path), 16)
     config = pretrained_config(str(tmp_path), 330, 0.25)
     assert (config.vocab_size, config.resid_pdrop) == (330, 0.25)

@@ -26,9 +26,9 @@ from training.tasks.tokens import (
     collate_batch,
     encode,
     evenly,
+    get_tokenizer,
     load_tokenizer,
     tokens_of,
-    train_tokenizer,
     write_tokens,
 )
 from training.tasks.translation import TranslationTask
@@ -41,8 +41,8 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer(PAIRS, 300, "de", "en")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return get_tokenizer(PAIRS, 300, "de", "en", tmp_path_factory.mktemp("tokenizer"))
 
 
 def encoded(*args: Any) -> list[Encoded]:
