@@ -21,7 +21,7 @@ from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, set_aside, spread
+from training.results import Results, Totals, commands_of, set_aside, spread
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -78,6 +78,26 @@ def test_the_table_and_the_lines_of_the_course(
         "Epoch 0: Training Time = 12.50, Tokens_per_sec = 2000.0",
     ]
     assert [spread(s, "s") for s in ([4.0, 6.0], [400.0])] == ["5.0 ± 1.4 s", "400 s"]
+
+
+def test_a_resumed_run_keeps_the_commands_that_trained_before(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, though torchrun may start one several times."""
+    results.task.files, results.task.describe = {}, lambda: ""  # type: ignore[method-assign]
+    results.model.description = ""
+
+    def begin(line: str, resumed: bool = True) -> list[str]:
+        monkeypatch.setattr("sys.argv", line.split())
+        results.begin([], resumed)
+        return commands_of(tmp_path)
+
+    begin("a.py", resumed=False)
+    begin("b.py --resume")
+    assert begin("b.py --resume") == ["python a.py", "python b.py --resume"]
+    every = ["python a.py", "python b.py --resume", "python c.py --resume"]
+    assert begin("c.py --resume") == every
+    assert begin("d.py", resumed=False) == ["python d.py"]
 
 
 def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
