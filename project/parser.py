@@ -51,7 +51,7 @@ def parse_options(
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     for name, others in ALIASES.items():
         if len(both := [word for word in typed if word in (name, *others)]) > 1:
-            parser.error(f"{' and '.join(both)} are names of one option: leave one out")
+            parser.error(f"{' and '.join(both)} are two names of one option: leave one out")
     files = getattr(parser.parse_args(line), "config", [])
     words = [word for path in files for word in words_of_file(parser, path)]
     found = vars(parser.parse_args([*words, *line]))  # what comes later wins
