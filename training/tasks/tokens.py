@@ -230,6 +230,12 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
             part.replace(folder)
 
 
+def _mapped(file: Any, dtype: Any) -> Any:
+    """What is in a file, or in one that is open. The system maps no empty file."""
+    size = os.stat(file if isinstance(file, Path) else file.fileno()).st_size
+    return np.asarray(np.memmap(file, dtype, "r")) if size else np.empty(0, dtype)
+
+
 class Tokens(Sequence[Encoded]):
     """Examples that `write_tokens` has written, read when they are asked for.
 
@@ -245,14 +251,14 @@ class Tokens(Sequence[Encoded]):
     ) -> None:
         # Open from here on: the folder may be gone later.
         self.file, self.dtype, self.length = (folder / "ids").open("rb"), np.dtype(dtype), length
-        self.where: Any = np.asarray(np.memmap(folder / "index", INDEX, "r"))
-        self.num_tokens = int(self.where["end"][-1])
+        self.where = _mapped(folder / "index", INDEX)
+        self.num_tokens = int(self.where["end"][-1:].sum())
         self.there = -(-(self.num_tokens - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
 
     def mapped(self) -> Any:
         """All tokens, one after another. What is read of them leaves memory with this array."""
-        return np.asarray(np.memmap(self.file, self.dtype, "r"))
+        return _mapped(self.file, self.dtype)
 
     def __len__(self) -> int:
         return self.n
