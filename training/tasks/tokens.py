@@ -231,8 +231,8 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
 
 
 def _mapped(file: Any, dtype: Any) -> Any:
-    """What is in a file, or in one that is open. The system maps no empty file."""
-    size = os.stat(file if isinstance(file, Path) else file.fileno()).st_size
+    """What is in an open file. The system maps no empty one."""
+    size = os.fstat(file.fileno()).st_size
     return np.asarray(np.memmap(file, dtype, "r")) if size else np.empty(0, dtype)
 
 
@@ -251,7 +251,8 @@ class Tokens(Sequence[Encoded]):
     ) -> None:
         # Open from here on: the folder may be gone later.
         self.file, self.dtype, self.length = (folder / "ids").open("rb"), np.dtype(dtype), length
-        self.where = _mapped(folder / "index", INDEX)
+        with (folder / "index").open("rb") as index:
+            self.where = _mapped(index, INDEX)
         self.num_tokens = int(self.where["end"][-1:].sum())
         self.there = -(-(self.num_tokens - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
