@@ -108,7 +108,9 @@ figures: report
 	$(RUN) project/plot.py split_time $(RUNS)
 	$(RUN) project/plot.py throughput $(RUNS)
 	$(RUN) project/plot.py memory ddp=2,fsdp=2 --workdir workdir_figures
-	for r in pipeline2 fsdp2 3d2x2x2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
+	for r in pipeline2 fsdp2 3d2x2x2; do \
+	  $(RUN) project/plot.py timeline workdir_figures/$$r --output submit_figures || exit; \
+	done
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

@@ -207,12 +207,16 @@ def options(layout: Layout) -> str:
 
 
 def command(model: Model, layout: Layout, machine: Machine, preset: str | None) -> str:
-    """That trains with this layout."""
-    nodes = -(-layout.gpus // machine.gpus_per_node)
+    """That trains with this layout. For several nodes, which share the ranks equally, it is typed
+    on each, with FIRST_HOST and THIS_HOST replaced."""
+    fewest = -(-layout.gpus // machine.gpus_per_node)
+    nodes = next(n for n in range(fewest, layout.gpus + 1) if layout.gpus % n == 0)
     start = "python project/train.py"
     if nodes > 1:
         start = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {machine.gpus_per_node} project/train.py"
+            f"torchrun --nnodes {nodes} --nproc-per-node {layout.gpus // nodes} "
+            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 --rdzv-id my_run "
+            "--local-addr THIS_HOST project/train.py"
         )
     sizes = f"--n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
     words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"

@@ -64,6 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, which parses everything through it."""
+        self._settle_usage()
         self.words = words = underscored(sys.argv[1:] if args is None else args)
         for word, value in zip(words, [*words[1:], None], strict=False):
             if (re.fullmatch("--\\w+", word) and value == "") or re.fullmatch("--\\w+=", word):
@@ -72,8 +73,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The same: since Python 3.12.8 it does not call the one above."""
+        self._settle_usage()
         words = sys.argv[1:] if args is None else args
         return super().parse_known_intermixed_args(underscored(words), namespace)
+
+    def _settle_usage(self) -> None:
+        """The usage line of --help: of one form for every program and command."""
+        given = [action for action in self._actions if not action.option_strings]
+        words = [self._get_formatter()._format_args(action, action.dest) for action in given]
+        names = " ".join(words).removesuffix(" ...").upper()  # after COMMAND argparse adds dots
+        line = ["python project/%(prog)s", *names.split(), "[--OPTION VALUE ...]"]
+        self.usage = self.usage or " ".join(line)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option is named as it was typed."""

@@ -46,8 +46,12 @@ def parse_options(
     line = underscored(sys.argv[1:] if argv is None else argv)
     strategy = next((word for word in line if word in kind.PAGES), "")
     parser = make_parser(kind, description, strategy)
-    if {"--n_epochs", "--num_batches"} <= {word.partition("=")[0] for word in line}:
+    typed = {word.partition("=")[0]: None for word in line}  # a set that keeps its order
+    if {"--n_epochs", "--num_batches"} <= typed.keys():
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
+    for name, others in ALIASES.items():
+        if len(both := [word for word in typed if word in (name, *others)]) > 1:
+            parser.error(f"{' and '.join(both)} are two names of one option: leave one out")
     files = getattr(parser.parse_args(line), "config", [])
     words = [word for path in files for word in words_of_file(parser, path)]
     found = vars(parser.parse_args([*words, *line]))  # what comes later wins

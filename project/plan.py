@@ -240,6 +240,8 @@ def run_search(args: argparse.Namespace) -> None:
               f"{found.bubble:7.1%}  {search.options(found.layout)}")  # fmt: skip
     print("\nOne choice changed:", *(f"{change}: {why}" for change, _, why in reasons), sep="\n  ")
     print("\nWhat would change the choice:", *changes, "", command, sep="\n  ")
+    if command.startswith("torchrun"):
+        print("  (on every host; FIRST_HOST is the name of one of them, THIS_HOST its own)")
 
 
 def run_check(args: argparse.Namespace) -> None:

@@ -4,12 +4,13 @@
     python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
     python project/plot.py training workdir              of several: their losses beside each other
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
-    python project/plot.py timeline workdir_pp
+    python project/plot.py timeline workdir_pp           draws into workdir_pp
     python project/plot.py split_time ddp=1,ddp=2     also throughput, memory, timeline pipeline=3
 
-`make figures` makes all runs and draws all figures. ddp=2 is the run that `python project/train.py
-ddp --world_size 2` leaves in workdir/ddp2. Bars are means, error bars standard deviations; the
-first epoch or step is slower and left out.
+All but `timeline` of a folder draw into submit_figures/, unless --output says otherwise. `make
+figures` makes all runs and draws all figures. ddp=2 is the run that `python project/train.py ddp
+--world_size 2` leaves in workdir/ddp2. Bars are means, error bars standard deviations; the first
+epoch or step is slower and left out.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str) -> Callable[..., argparse.Action]:
+    def command(name: str, text: str, where: str = str(OUTPUT)) -> Callable[..., argparse.Action]:
         added = commands.add_parser(name, help=text)
-        added.add_argument("--output", type=Path, metavar="PATH", default=OUTPUT,
-            help="the picture, or a folder for it (%(default)s)")  # fmt: skip
+        added.add_argument("--output", type=Path, metavar="PATH",
+            help=f"the picture, or a folder for it ({where})")  # fmt: skip
         return added.add_argument
 
     # fmt: off
@@ -66,8 +67,9 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8,
            help="micro-batches (8)")
     option("--chunks", type=count, metavar="V", help="chunks per rank, of interleaved (2)")
-    option = command("timeline", "what each worker did when in one step, beside the ideal")
-    option("run", help="the workdir of a run with --timeline, or e.g. pipeline=3")
+    where = f"RUN's own folder; {OUTPUT} for e.g. pipeline=3"
+    option = command("timeline", "what each worker did when in one step, beside the ideal", where)
+    option("run", metavar="RUN", help="the workdir of a run with --timeline, or e.g. pipeline=3")
     option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
     option("--workdir", **root)
     for name, text in OF_TRAIN.items():
@@ -76,6 +78,8 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         option("--workdir", **root)
     # fmt: on
     args = parser.parse_args(argv)
+    of_one = args.figure == "timeline" and "=" not in args.run  # where its trace is written, too
+    args.output = args.output or (Path(args.run) if of_one else OUTPUT)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
         if n > MOST_STAGES or n * m > MOST_CELLS:

@@ -66,7 +66,7 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder"
     )
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
-        help="another page, such as a course's [%(default)s]")  # fmt: skip
+        help="another page, such as a course's; default: project/page/report.html")  # fmt: skip
     args = parser.parse_args(argv)
     if not args.template.is_file():
         parser.error(f"--template {args.template}: there is no such file; it may be left out")

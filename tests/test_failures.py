@@ -50,7 +50,7 @@ def test_three_runs_at_once(tmp_path: Path) -> None:
 
         runs[0].process.kill()
         runs[1].ranks()[0].kill()
-        killed = "\nrank 0 failed; the run has been ended.\nIt was killed by SIGKILL.\n"
+        killed = "\nrank 0 failed; the run has been ended.\nIt was killed by SIGKILL. "
         ends = [(-signal.SIGKILL, "", 0), (1, killed, 1), (128 + signal.SIGINT, "", 0)]
         for run, (status, said, failed) in zip(runs, ends, strict=True):
             assert run.wait(SOON) is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from training.files import OPTIONS
-from training.results import read_metrics
+from training.results import commands_of, read_metrics
 from training.trained import Trained
 
 from .launch.errors import RunError, UserError
@@ -80,7 +80,8 @@ def _card(trained: Trained, folder: Path) -> str:
         options = json.loads((workdir / OPTIONS).read_text("utf-8"))
         facts.append(
             f"trained on {options['dataset']} in batches of {options['batch_size']}, "
-            f"seed {options['seed']}, with `{options['command']}`"
+            f"seed {options['seed']}, with "
+            + ", resumed with ".join(f"`{command}`" for command in commands_of(workdir))
         )
         evaluations = [x for x in read_metrics(workdir) if "loss" not in x]
         for last in evaluations[-1:]:

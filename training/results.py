@@ -49,8 +49,8 @@ from .tasks.task import Score, TrainingTask
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
 OF_A_RUN = (
-    "*gen_epoch*.json", "profile_rank*.json", "trace.json", OPTIONS, SUMMARY, PICTURE, METRICS,
-    TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json", CHECKPOINTS,
+    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", OPTIONS, SUMMARY,
+    PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json", CHECKPOINTS,
 )  # fmt: skip
 
 
@@ -104,13 +104,21 @@ class Results:
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
-            command = shlex.join(["python", *sys.argv])
-            write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
+            self._write_options(shlex.join(["python", *sys.argv]))
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
         self._say_row(*self.columns)
+
+    def _write_options(self, command: str) -> None:
+        """With the command and, after a resume, those before it, which trained the model, too."""
+        before = commands_of(self.args.workdir) if self.resumed else []
+        if before[-1:] == [command]:  # started again
+            before.pop()
+        earlier = {"earlier_commands": before} if before else {}
+        content = {**options_of(self.args), "command": command, **earlier}
+        write_json(self.args.workdir / OPTIONS, content)
 
     def say_start(self, validation_loss: float, score: Score | None) -> None:
         """Prints the row of the untrained model."""
@@ -230,6 +238,13 @@ def _number(value: float, digits: int) -> str:
 def options_of(args: Options) -> dict[str, Any]:
     """The options of a run as JSON values."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def commands_of(workdir: Path) -> list[str]:
+    """The commands that have trained what is in a workdir: the first, and those that resumed it."""
+    path = workdir / OPTIONS
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [*found.get("earlier_commands", []), *filter(None, [found.get("command")])]
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

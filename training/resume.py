@@ -124,7 +124,22 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
         )
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
     notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
+    if done >= given * (1 if option == "num_batches" else per_epoch):
+        notes.append(_nothing_left(args, done))
     return Resume(checkpoint, tuple(notes))
+
+
+def _nothing_left(args: Options, done: int) -> str:
+    """What a user is told whose run was at its end, and how it can train on."""
+    then = f"--n_epochs {args.n_epochs + 1} trains on"
+    if args.num_batches is not None:
+        then = f"--num_batches {2 * args.num_batches} trains on"
+    if args.lr_scheduler != "constant":  # which find_resume would refuse
+        then = (
+            f"Under --lr_scheduler {args.lr_scheduler} the rate depends on the length of the run: "
+            "a longer one is a new one, with another --workdir"
+        )
+    return f"Nothing is left to train: the run has done its {counted(done, 'step')}. {then}."
 
 
 class Saving:

@@ -45,6 +45,13 @@ def test_nothing_fits_is_said() -> None:
         search(big, 8, A100, 8)
 
 
+def test_nodes_share_the_ranks_equally() -> None:
+    """12 GPUs of nodes with 8 are 2 x 6; of nodes with 5, 3 x 4."""
+    (layout, *_), small = layouts(MODEL, 12, 48), replace(A100, gpus_per_node=5)
+    for machine_, ranks in ((A100, "2 --nproc-per-node 6"), (small, "3 --nproc-per-node 4")):
+        assert f"--nnodes {ranks} --rdzv" in command(MODEL, layout, machine_, None)
+
+
 def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind: single, ddp, fsdp, 3d with stages, chunks, parts of matrices, ZeRO."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)

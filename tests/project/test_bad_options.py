@@ -63,6 +63,8 @@ dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision
 dp --schedule zb => there is no such option
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d; is it ddp?;
 dp --n_epochs 2 --num_batches=3 => leave one out;
+train ddp --num_workers 3 --world_size=2 => leave one out;
+pp --accumulation_steps 2 --n_chunk=2 => leave one out;
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
 pp ONE --recompute except_last => nothing would be recomputed; --recompute always works
@@ -274,7 +276,11 @@ def test_what_a_resume_may_change(made: Path) -> None:
     ):  # fmt: skip
         assert find_resume(parse(DP + line + change), fingerprint).checkpoint is not None
     resume = find_resume(parse(DP + line), fingerprint)
-    assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 8 steps done.",)
+    assert resume.notes == (
+        f"Resumed from {made}/checkpoints/{NAME}: 8 steps done.",
+        "Nothing is left to train: the run has done its 8 steps. --n_epochs 3 trains on.",
+    )
+    assert len(find_resume(parse(DP + line + "--n_epochs 3"), fingerprint).notes) == 1
     other = f"--resume: {NAME} was trained on other data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
         find_resume(parse(DP + line), "other")

@@ -20,9 +20,20 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from project.generate import continuations, main, parse_generate
 from project.train import read_texts
 from tests.project.conftest import Learned
-from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
+from tests.project.programs import (
+    SAME,
+    TEXT,
+    TINY,
+    losses,
+    names_in,
+    parse,
+    read_json,
+    run,
+    summary,
+)
 from tests.ranks import Ranks
 from training.export import export
+from training.files import write_json
 from training.launch.errors import RunError, UserError
 from training.tasks.any_text import END
 from training.trained import load_trained
@@ -88,6 +99,18 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(
     score = f"bleu {found['bleu']:.3f}" if what == "pairs" else f"perplexity {math.exp(loss):.3f}"
     assert re.search(rf"- after \d+ steps: validation_loss {loss:.3f}, {score}\n", card)
     assert re.search(r"- trained on .* in batches of 6, seed 0, with `python ", card)
+
+
+def test_the_card_has_every_command_that_trained(
+    learned: Callable[[str], Learned], tmp_path: Path
+) -> None:
+    workdir = shutil.copytree(learned("pairs").workdir, tmp_path / "run")
+    options = read_json(workdir / "options.json")
+    options["earlier_commands"] = ["python begun.py"]
+    write_json(workdir / "options.json", options)
+    export(load_trained(str(workdir)), tmp_path / "new")
+    card = (tmp_path / "new" / "README.md").read_text("utf-8")
+    assert f"with `python begun.py`, resumed with `{options['command']}`\n" in card
 
 
 @pytest.mark.parametrize("page", ["its model card", "README.md"])

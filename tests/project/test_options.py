@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from project import generate, plan, plot, report
 from project.parser import ALIASES, shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
@@ -188,6 +189,23 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
     assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
     assert re.findall(r"^(\w+) {2}", strategies, re.MULTILINE) == list(PAGES)
+
+
+def test_usage_has_the_same_form_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parse_line, command, line in (
+        (generate.parse_generate, "", "generate.py FOLDER [TEXT ...]"),
+        (report.parse_report, "", "report.py RUN [RUN ...]"),
+        (plan.parse_plan, "", "plan.py COMMAND"), (plan.parse_plan, "check", "plan.py check TABLE"),
+        (plot.parse_plot, "timeline", "plot.py timeline RUN"),
+    ):  # fmt: skip
+        monkeypatch.setattr("sys.argv", [line.split()[0], *command.split(), "--help"])
+        with pytest.raises(SystemExit):
+            parse_line()
+        page = capsys.readouterr().out
+        assert page.startswith(f"usage: python project/{line} [--OPTION VALUE ...]\n")
+        assert str(ROOT) not in page
 
 
 def test_examples_of_help_can_be_typed() -> None:

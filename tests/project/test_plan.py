@@ -64,7 +64,10 @@ def test_the_commands_of_the_documentation(
     assert timed["bubble"] == pytest.approx(1 - 600 / timed["seconds"])
     chosen: dict[str, object] = run(f"search {xl} --top 2", capsys)  # type: ignore[assignment]
     assert len(chosen["best"]) == 2  # type: ignore[arg-type]
-    assert str(chosen["command"]).startswith("torchrun --nnodes 2 --nproc-per-node 8 project/train")
+    assert str(chosen["command"]).startswith(  # as in docs/faults.md
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+        "FIRST_HOST:29400 --rdzv-id my_run --local-addr THIS_HOST project/train.py fsdp "
+    )
     own = tmp_path / "mine.yaml"
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
     again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]

@@ -311,6 +311,22 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
         assert foot(fig).endswith(f"the limit is {limit / 1e6:,.0f} MB")
 
 
+def test_a_timeline_is_drawn_beside_its_run_and_a_course_figure_into_submit_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for line, where in (
+        ("timeline my_runs/pp", "my_runs/pp"), ("timeline pipeline=2", "submit_figures"),
+        ("training my_runs/pp", "submit_figures"), ("schedule", "submit_figures"),
+        ("timeline my_runs/pp --output here", "here"),
+    ):  # fmt: skip
+        assert plot.parse_plot(line.split()).output == Path(where)
+    with pytest.raises(SystemExit):
+        plot.parse_plot(["timeline", "--help"])
+    assert "(RUN's own folder; submit_figures for e.g. pipeline=3)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 8, 2(n-1)/(3m+2(n-1)) = 1/4 idle."""
     folder = write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2, pp=2)

@@ -43,7 +43,7 @@ def staged(root: Path, name: str = "pipeline2") -> Path:
     about = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2, "loss": [2.0, 1.0, 0.5]}
     worst = {"name": "h.0.bias", "largest": 1e-7, "distance": 3e-7, "rounding": 1e-7}
     checks = {"weights": {"agrees": True, "missing": [], "worst": worst}}
-    layout = "layers per stage: 5 | 3"
+    layout = "layers per stage: 5 | 3 (embedding, halves of blocks, head)"
     more = {"validation_loss": 1.5, "bleu": 7.25, "load": 0.0}
     folder = write_run(root, name, PIPELINE, layout=layout, checks=checks, **about, **more)
     (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')

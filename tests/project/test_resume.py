@@ -130,15 +130,21 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     before, recorded = summary(), read_json("work/timeline_rank0.json")
     printed, _ = run(line + "--n_epochs 1 --resume --timeline 2")
     assert "the epoch:" not in printed  # its speed was the earlier run's
+    nothing = "Nothing is left to train: the run has done its "
+    assert f"{nothing}4 steps. --n_epochs 2 trains on.\n" in printed
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
-    assert run(line + "--n_epochs 2 --resume --timeline 0")[1] is None
+    printed, error = run(line + "--n_epochs 2 --resume --timeline 0")
+    assert error is None and "Nothing is left" not in printed
     assert len(summary()["loss"]) == 8
     evaluations = [x["step"] for x in read_metrics(Path("work")) if "loss" not in x]
     assert evaluations == [4, 8]  # the first was repeated
     assert read_json("work/timeline_rank0.json") == recorded
-    run(line + "--num_batches 1")  # without --resume it begins
+    decaying = line + "--num_batches 1 --lr_scheduler linear "
+    run(decaying)  # without --resume it begins
     assert Path("work/earlier_1/summary.json").exists()
+    printed, _ = run(decaying + "--resume")
+    assert f"{nothing}1 step. Under --lr_scheduler linear the rate depends on the " in printed
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:

@@ -21,7 +21,7 @@ from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, set_aside, spread
+from training.results import Results, Totals, commands_of, set_aside, spread
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -85,6 +85,26 @@ def test_the_table_and_the_lines_of_the_course(
     assert [spread(s, "s") for s in ([4.0, 6.0], [400.0])] == ["5.0 ± 1.4 s", "400 s"]
 
 
+def test_a_resumed_run_keeps_the_commands_that_trained_before(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, though torchrun may start one several times."""
+    results.task.files, results.task.describe = {}, lambda: ""  # type: ignore[method-assign]
+    results.model.description = ""
+
+    def begin(line: str, resumed: bool = True) -> list[str]:
+        monkeypatch.setattr("sys.argv", line.split())
+        results.begin([], resumed)
+        return commands_of(tmp_path)
+
+    begin("a.py", resumed=False)
+    begin("b.py --resume")
+    assert begin("b.py --resume") == ["python a.py", "python b.py --resume"]
+    every = ["python a.py", "python b.py --resume", "python c.py --resume"]
+    assert begin("c.py --resume") == every
+    assert begin("d.py", resumed=False) == ["python d.py"]
+
+
 def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     """JSON has null where there is no number: readers of other languages refuse NaN."""
     losses = {"training_loss": 2.0, "validation_loss": 3.0}
@@ -121,7 +141,7 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
     kept = ["config.json", "my_notes.json", "exported"]
     worth = ["rank0_results_epoch0.json", "timeline_rank1.json", "checkpoints/000001-epoch0-step4"]
     for n, name in enumerate(worth, 1):
-        for other in (*kept, "training.png", "options.json", "metrics.jsonl"):
+        for other in (*kept, "training.png", "timeline_w.png", "options.json", "metrics.jsonl"):
             (tmp_path / other).write_text(str(n))
         (tmp_path / "checkpoints").mkdir()
         assert set_aside(tmp_path) is None  # it was stopped before the end of an epoch
@@ -130,7 +150,7 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
         assert folder == tmp_path / f"earlier_{n}"
         assert (folder / "training.png").read_text() == str(n)
         assert (folder / name).exists()
-        assert len(list(folder.iterdir())) == (4 if "/" in name else 5)
+        assert len(list(folder.iterdir())) == (5 if "/" in name else 6)
     assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -73,9 +74,21 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
+def of_memory(error: BaseException) -> str:
+    """A line above the traceback if there was too little memory, of the CPU or of a GPU; else
+    nothing. torch says the former with a plain RuntimeError."""
+    words = f"{type(error).__name__}: {error}"
+    if not re.search("MemoryError|can't allocate memory|[Cc]annot allocate memory", words):
+        return ""
+    return (
+        "It ran out of memory. A smaller --batch_size, more --num_microbatches and --recompute "
+        "always need less; a smaller model, or more ranks under fsdp, too.\n"
+    )
+
+
 def format_error(error: BaseException) -> str:
     """The traceback, with the notes that Python 3.10 would leave out."""
-    text = "".join(traceback.format_exception(error))
+    text = of_memory(error) + "".join(traceback.format_exception(error))
     notes: list[str] = getattr(error, "__notes__", []) if sys.version_info < (3, 11) else []
     return text + "".join(f"{note}\n" for note in notes)
 

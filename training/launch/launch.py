@@ -210,7 +210,9 @@ def _received(pipe: Any, process: Any, who: str) -> Exception | None:
         process.join(GRACE)  # for its exit code
     code = process.exitcode
     if code is not None and code < 0:
-        return RankError.of(who, f"It was killed by {signal.Signals(-code).name}.\n")
+        by = signal.Signals(-code)
+        why = " Perhaps memory ran out: then the system does that." * (by is signal.SIGKILL)
+        return RankError.of(who, f"It was killed by {by.name}.{why}\n")
     return RankError.of(who, f"It exited with status {code} before it was done.\n")
 
 

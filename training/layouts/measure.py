@@ -55,6 +55,12 @@ def stage_sizes(
     return world.from_main(sizes)
 
 
+def in_words(task: TrainingTask, cut: Sequence[int]) -> str:
+    """The layers per stage, and what they are if a block, which `describe` counts, has several."""
+    layers = " (embedding, halves of blocks, head)" if max(task.blocks) > 1 else ""
+    return f"layers per stage: {' | '.join(map(str, cut))}{layers}"
+
+
 def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list[int]:
     """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform, and `blocks` are the
     layers of each. Raises ValueError."""

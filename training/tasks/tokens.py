@@ -24,10 +24,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -48,7 +49,8 @@ Batch = dict[str, Tensor]
 PAD = "<pad>"
 INDEX = np.dtype([("end", np.int64), ("num_source", np.int32)])  # of an example in a file of tokens
 TOKENS = "tokens"  # a folder of the workdir
-AT_ONCE = 4096  # texts that are tokenized together, on all cores
+AT_ONCE = 1024  # pairs, or pieces of text, that are tokenized together: they stay in a core's cache
+AHEAD = 3  # such lists are tokenized ahead of the one that is used
 FOR_BPE = 1 << 20  # texts that a tokenizer learns from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -172,14 +174,24 @@ def tokens_of(
     texts: Iterable[list[str]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[Any, Any]]:
     """For each list of texts: their token ids in one row, [sum of lengths], and how many tokens
-    each text has, [N]. While these are made and used, all cores tokenize the next list."""
-    with ThreadPoolExecutor(1) as pool:
-        every = (pool.submit(tokenizer.backend_tokenizer.encode_batch_fast, t) for t in texts)
-        for now, _ in pairwise(chain(every, [None])):  # `_` is submitted before `now` is read
-            assert now is not None
-            ids = [found.ids for found in now.result()]
-            lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-            yield np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum()), lengths
+    each text has, [N]. While these are used, all cores tokenize the next `AHEAD` lists."""
+
+    def arrays(some: list[str]) -> tuple[Any, Any]:
+        found = tokenizer.backend_tokenizer.encode_batch_fast(some)
+        lengths = np.fromiter(map(len, found), np.int64, len(found))
+        # The ids of a text are a new list, which is gone before the next text's is made.
+        ids = chain.from_iterable(one.ids for one in found)
+        return np.fromiter(ids, np.int32, lengths.sum()), lengths
+
+    # Several threads: to tokenize does not hold Python's lock, to make arrays does.
+    with ThreadPoolExecutor(AHEAD) as pool:
+        waiting = deque[Future[tuple[Any, Any]]]()
+        for some in texts:
+            waiting.append(pool.submit(arrays, some))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        for one in waiting:
+            yield one.result()
 
 
 def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -212,6 +224,12 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
             part.replace(folder)
 
 
+def _mapped(file: Any, dtype: Any) -> Any:
+    """What is in an open file. The system maps no empty one."""
+    size = os.fstat(file.fileno()).st_size
+    return np.asarray(np.memmap(file, dtype, "r")) if size else np.empty(0, dtype)
+
+
 class Tokens(Sequence[Encoded]):
     """Examples that `write_tokens` has written, read when they are asked for.
 
@@ -227,14 +245,15 @@ class Tokens(Sequence[Encoded]):
     ) -> None:
         # Open from here on: the folder may be gone later.
         self.file, self.dtype, self.length = (folder / "ids").open("rb"), np.dtype(dtype), length
-        self.where: Any = np.asarray(np.memmap(folder / "index", INDEX, "r"))
-        self.num_tokens = int(self.where["end"][-1])
+        with (folder / "index").open("rb") as index:
+            self.where = _mapped(index, INDEX)
+        self.num_tokens = int(self.where["end"][-1:].sum())
         self.there = -(-(self.num_tokens - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
 
     def mapped(self) -> Any:
         """All tokens, one after another. What is read of them leaves memory with this array."""
-        return np.asarray(np.memmap(self.file, self.dtype, "r"))
+        return _mapped(self.file, self.dtype)
 
     def __len__(self) -> int:
         return self.n

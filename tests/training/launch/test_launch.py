@@ -19,6 +19,7 @@ from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -29,7 +30,7 @@ from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.distributed import choose_backend, make_world
-from training.launch.errors import RunError, UserError
+from training.launch.errors import RunError, UserError, format_error
 from training.launch.launch import RankError, launch, terminal_ignored, watch
 from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
@@ -102,7 +103,13 @@ LOST = RankError.of("rank 0", "lost\n")
 @pytest.mark.parametrize(
     ("others", "code", "who", "said"),
     [
-        (None, -signal.SIGKILL, 1, "It was killed by SIGKILL."),
+        (None, -signal.SIGTERM, 1, "It was killed by SIGTERM."),
+        (
+            None,
+            -signal.SIGKILL,
+            1,
+            "It was killed by SIGKILL. Perhaps memory ran out: then the system does that.",
+        ),
         (None, 0, 1, "It exited with status 0 before it was done."),
         (None, None, 1, "It does not answer."),  # it is stopped, say, and others are done
         (LOST, None, 0, "lost"),  # the first in time; they have waited for it
@@ -122,6 +129,24 @@ def test_the_first_failure_is_told_above_what_all_did_last(
     lines = str(watch(processes, ours, 0.2, [])).splitlines()
     assert lines[:2] == [f"rank {who} failed; the run has been ended.", said]
     assert lines[2].startswith("rank  last action  ")
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        lambda: np.empty(1 << 60, np.uint8),
+        lambda: exec("raise torch.OutOfMemoryError('CUDA out of memory.')"),
+        lambda: exec("raise OSError(12, 'Cannot allocate memory')"),
+    ],
+    ids=["torch", "numpy", "GPU", "system"],
+)
+def test_too_little_memory_is_said_in_a_sentence(fails: Callable[[], object]) -> None:
+    """Above the traceback, and above no other one."""
+    with pytest.raises(BaseException) as error:
+        fails()
+    assert format_error(error.value).startswith("It ran out of memory. A smaller --batch_size")
+    assert format_error(RuntimeError("it forgot")) == "RuntimeError: it forgot\n"
 
 
 def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from training.layouts.measure import sizes_as_asked, split_by
+from training.layouts.measure import in_words, sizes_as_asked, split_by
 
 
 def test_sizes_of_stages() -> None:
@@ -16,3 +19,11 @@ def test_sizes_of_stages() -> None:
     for wrong in ("3,3", "5", "5,0", "2,x", ""):
         with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
             split_by(wrong, 5, 2, "blocks")
+
+
+def test_what_the_layers_are_where_a_block_has_several() -> None:
+    """GPT-2 says how many blocks it has, VGG nothing."""
+    gpt2: Any = SimpleNamespace(blocks=[3, 3])
+    vgg: Any = SimpleNamespace(blocks=[1] * 16)
+    assert in_words(gpt2, [4, 2]) == "layers per stage: 4 | 2 (embedding, halves of blocks, head)"
+    assert in_words(vgg, [9, 7]) == "layers per stage: 9 | 7"

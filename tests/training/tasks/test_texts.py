@@ -265,6 +265,23 @@ def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_o
     assert len(validation) == pytest.approx(len(whole) / 20, rel=0.1)
 
 
+@pytest.mark.parametrize("nothing", [[], [" "]], ids=["no row", "a blank row"])
+def test_a_copy_of_a_split_without_text_is_as_good_as_none(
+    tmp_path: Path, nothing: list[str], monkeypatch: pytest.MonkeyPatch, hub: Callable[..., Mock]
+) -> None:
+    """Plain text needs no test split, and takes its validation from train."""
+    texts = {"train": [f"text {i}" for i in range(40)], "validation": nothing, "test": []}
+    found = {split: Dataset.from_dict({"text": rows}) for split, rows in texts.items()}
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
+    hub(found, found, found)
+    small = load_texts("somebody/text", "de", "en", ALL, 1)
+    for _ in range(2):  # a second start finds the copies
+        copied = load_texts("somebody/text", "de", "en", ALL, 1, tmp_path)
+        for split in ("train", "validation"):
+            assert [*copied.documents(split)] == [*small.documents(split)] != []
+        assert copied.splits.keys() == small.splits.keys()
+
+
 @pytest.mark.parametrize(
     ("ending", "content"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from training.tasks.language import pieces
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
 from training.tasks.tokens import (
+    AHEAD,
     Encoded,
     Rows,
     Tokens,
@@ -178,6 +180,25 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     assert "".join(found) == text
     every = tokens_of([found[:2], found[2:]], tokenizer)
     assert [t for ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
+
+
+def test_lists_are_tokenized_in_order_and_a_few_ahead(tokenizer: Any) -> None:
+    """Of more lists than are tokenized ahead: text larger than memory is not read at once."""
+    lists = [[f"Der Hund {n}.", "Ja"][: 1 + n % 2] for n in range(3 * AHEAD)]
+    read: list[int] = []
+
+    def reading() -> Iterator[list[str]]:
+        for number, some in enumerate(lists):
+            read.append(number)
+            yield some
+
+    found, ahead = [], []
+    for ids, lengths in tokens_of(reading(), tokenizer):
+        found.append((ids.tolist(), lengths.tolist()))
+        ahead.append(len(read) - len(found))
+    every = [tokenizer(some)["input_ids"] for some in lists]
+    assert found == [([*chain(*some)], [len(ids) for ids in some]) for some in every]
+    assert ahead == [AHEAD] * 2 * AHEAD + [2, 1, 0]
 
 
 # Steps
