@@ -218,6 +218,17 @@ class ProcessPipe:
         with self._step():
             return self._neighbours.from_last(value)
 
+    def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Overwrites what this rank has for its tied parameters, such as their gradients, with what
+        the owner has (see `owned_parameters`).
+
+        Args:
+            tensors: by the names of all tied parameters of this rank, of one shape on all of their
+                ranks; or None on all of them.
+        """
+        with self._step(), torch.no_grad():
+            self._neighbours.copy_tied(tensors)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
         return iter(self.named_parameters().values())
