@@ -36,7 +36,7 @@ from training.timeline import Timeline
 
 from .launch import notice
 from .launch.errors import RunError
-from .launch.world import World
+from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, TrainingTask
@@ -140,10 +140,8 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
     batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
-    most = torch.tensor(len(batches), device=world.device)
-    if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    batches += [(None, None)] * (int(most) - len(batches))
+    most = max(gather_over_ranks(len(batches), world))
+    batches += [(None, None)] * (most - len(batches))  # it still takes part in collectives
     agreement = notice.Agreement(world)
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
         agreement.turn()
@@ -152,9 +150,7 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
             totals += found
     agreement.end()
     if world.world_size > 1:
-        total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
-        dist.all_reduce(total)  # each batch was measured on one rank
-        totals = total.cpu()
+        dist.all_reduce(totals)  # each batch was measured on one rank
     loss, right, answers = totals.tolist()
     return loss / max(1.0, answers), right / max(1.0, answers)
 

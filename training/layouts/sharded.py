@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Mesh
-from runtime.ranks import where_hosts_meet
 from runtime.recompute import NEVER
+from runtime.waits import where_hosts_meet
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens

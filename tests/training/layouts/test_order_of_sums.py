@@ -40,7 +40,7 @@ def adding_backwards(mesh: Mesh) -> Iterator[None]:
     if mesh.pipeline.rank + mesh.tensor.rank == 0:
         yield
         return
-    all_reduce = dist.all_reduce
+    all_reduce: Any = dist.all_reduce
 
     def reduced(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
         if group is not mesh.data.group:
@@ -98,7 +98,7 @@ def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequ
 
 def gradients_of_copies(model: Any) -> dict[str, Tensor]:
     """By a name that the copies of other groups have, too."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     if isinstance(model, Sharded):  # flat shards of whole parameters
         found = {f"{i}": p.grad for i, p in enumerate(model.on_all)}
     elif model.sharded is not None:
