@@ -43,7 +43,8 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes, comm_dtype, recorder: see `GradientBuckets`.
 
     Raises:
-        ValueError: names, shapes or types differ between ranks; or there is nothing to train.
+        ValueError: names, shapes, types or what is trained differ between ranks; or there is
+            nothing to train.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class DistributedDataParallel(nn.Module):
     def _check_that_all_have_the_same_module(self) -> None:
         """Otherwise broadcasts of different sizes would hang or mix up the weights."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors]
+        mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         every: list[Any] = [None] * dist.get_world_size(self.group)  # by rank
         dist.all_gather_object(every, mine, self.group)
         for rank, theirs in enumerate(every):  # the same comparison everywhere: all raise, or none

@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.ranks import all_gather, reduce_scatter, start_comparison, where_hosts_meet
+from runtime.ranks import all_gather, reduce_scatter, start_comparison
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
+from runtime.waits import where_hosts_meet
 
 from .flat import Unit
 

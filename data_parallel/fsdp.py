@@ -49,8 +49,8 @@ from torch.utils import _pytree as pytree
 from data_parallel.exchange import Exchange, SharedExchange, Wait
 from runtime.guards import Guard, refuse_gradient
 from runtime.meta import Initialize
-from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
+from runtime.waits import where_hosts_meet
 
 from .flat import FlatPiece, make_units
 from .gathered_layer import GatheredLayer, LayerGraph, refuse_gradient_hooks

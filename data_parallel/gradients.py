@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from runtime.recorder import Recorder, acting
 from runtime.shared_memory import SharedBuffers, aligned
+from runtime.waits import where_hosts_meet
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -68,8 +69,8 @@ def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return []
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    has = has.to(parameters[0].device)
+    here = where_hosts_meet(group, parameters[0].device)
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=here)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     for p, somewhere in zip(parameters, has.tolist(), strict=True):
         _make_dense(p)

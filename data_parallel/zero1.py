@@ -54,14 +54,18 @@ class ShardedOptimizer:
         sharded.optimizer.step()    # then `publish`
 
     Args:
-        parameters: of this rank, by name, all of one dtype, the same on all `ranks`. Their data
-            moves into the flat tensors.
+        parameters: of this rank, by name, all of one dtype and trained, the same on all `ranks`.
+            Their data moves into the flat tensors. One without a gradient counts as having zeros:
+            AdamW lets it decay.
         make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
         kind: of a name; parameters of different kinds go into different flat tensors.
 
     Attributes:
         shards: this rank's part of each flat tensor, by kind.
         optimizer: of the shards. After each step all ranks get the new values.
+
+    Raises:
+        ValueError: a parameter is frozen.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class ShardedOptimizer:
         self.ranks = ranks
         named: dict[Any, list[tuple[str, nn.Parameter]]] = {}  # by kind, in one order on all ranks
         for name, p in parameters.items():
+            if not p.requires_grad:  # in a shard of trained ones it would decay
+                raise ValueError(f"{name} is frozen, and stays on every rank: leave it out")
             named.setdefault(kind(name), []).append((name, p))
         self._parts = []
         for i, group in enumerate(named.values()):

@@ -112,6 +112,8 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
          "a micro-batch needs an example", works("--num_microbatches", share)),
         ("precision device", args.precision != "tf32" or kind == "cuda",
          "it is how CUDA devices multiply", "--precision fp32 works"),
+        ("precision device", args.precision != "fp64" or kind != "mps",
+         "this device has no float64", "--precision fp32, or --device cpu, works"),
         ("save_every keep", args.save_every is None or args.keep > 0,
          "no checkpoint would stay", "--keep 1 works"),
     ]  # fmt: skip

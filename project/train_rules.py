@@ -73,6 +73,11 @@ def of_strategy(args: Options) -> Iterator[Row]:
          "on a GPU, and in bf16, the plain run drops other activations",
          "--dropout 0, or --device cpu and --precision fp32, works"),
     ]  # fmt: skip
+    for name in ("check_weights", "check_output"):
+        yield (
+            f"device {name}", not (getattr(args, name) and args.device == "mps"),
+            "it compares with a run in float64, which this device lacks", "--device cpu works",
+        )  # fmt: skip
     trackers_of(args)  # refuses one that is not installed
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
     yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
@@ -81,6 +86,10 @@ def of_strategy(args: Options) -> Iterator[Row]:
         "recompute", args.recompute != "sqrt" or not sharded,
         "shards of segments of several layers would be gathered once more",
         "--recompute always works",
+    )  # fmt: skip
+    yield (
+        "strategy device", not (sharded and args.device == "mps"),
+        "gloo gathers no tensors of this device", "single, or --device cpu, works",
     )  # fmt: skip
     if not vgg:
         yield from of_gpt2(args)

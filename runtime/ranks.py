@@ -185,14 +185,6 @@ def start_comparison(
     return agreed
 
 
-def where_hosts_meet(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where to exchange numbers that the host needs: on the CPU, so that it does not wait for its
-    GPU, if the group has CPUs (gloo, or cpu:gloo,cuda:nccl); else on `device`."""
-    members: Any = group or dist.group.WORLD
-    cpu = torch.device("cpu")
-    return cpu if cpu in members._device_types else device
-
-
 # torch 2.13 warns about their older names.
 all_gather: Any = dist.all_gather_single
 reduce_scatter: Any = dist.reduce_scatter_single

@@ -1,9 +1,11 @@
-"""How long a rank waits for another."""
+"""How long a rank waits for another, and for no GPU."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 CHECKPOINTS = "checkpoints"  # the description of a group in which ranks wait for disks
@@ -14,3 +16,11 @@ def limit_waits(seconds: float) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != CHECKPOINTS:
             group.set_timeout(timedelta(seconds=seconds))
+
+
+def where_hosts_meet(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where to exchange numbers that the host needs: on the CPU, so that it does not wait for its
+    GPU, if the group has CPUs (gloo, or cpu:gloo,cuda:nccl); else on `device`."""
+    members: Any = group or dist.group.WORLD
+    cpu = torch.device("cpu")
+    return cpu if cpu in members._device_types else device

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.float64 import device_of_float64
 from training.options import Options
 
 from .launch.errors import RunError
@@ -174,8 +175,7 @@ class Optimizers:
         """The squared norm of the gradient, the loss of each rank, and the summed counts, in
         float64: the same on all ranks. Waits for no GPU."""
         rank, world_size = self._world.rank, self._world.world_size
-        device = self._world.device
-        device = torch.device("cpu") if device.type == "mps" else device  # it has no float64
+        device = device_of_float64(self._world.device)
         here = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
         found = self._run(lambda i: norms_of(_gradients(self._counted[i])))
         norms = [here(vector).double() for vectors in found for vector in vectors]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from runtime.float64 import device_of_float64
 from runtime.meta import materialize, names_of
 from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint
 from training.files import CHECKPOINTS, OPTIONS
@@ -98,6 +99,9 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
         found = _of_checkpoint(checkpoint)
     else:
         found = _of_transformers(name)
+    device = torch.device(device)
+    if found.model.dtype == torch.float64 and device_of_float64(device) != device:
+        found.model.float()  # rounded: the device has no float64
     found.model.to(device).eval().requires_grad_(False)
     return found
 

@@ -138,6 +138,19 @@ class Neighbours:
                 sums[p] = sums[p] + part if p in sums else part
         return sums
 
+    def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Overwrites what this rank has for shared parameters, by name, with what the first of
+        their ranks has. Where one of these ranks has None, all have."""
+        what = "what the first rank has for"
+        for name, users in self._tied.items():  # does not wait: all send, then all receive
+            for peer in users[1:] if users[0] == self.rank else ():
+                self._to(peer, f"{what} {name}", tensors[name])
+        for name, users in self._tied.items():
+            if users[0] != self.rank:
+                value, mine = self._from(users[0], f"{what} {name}"), tensors[name]
+                if mine is not None:
+                    mine.copy_(value)
+
     def flush(self) -> None:
         """At the end of a step: see `Link.flush`."""
         for peer, link in self.links.items():

@@ -49,6 +49,7 @@ from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import plan
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
+from runtime.float64 import device_of_float64
 from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import StepSeed
@@ -186,8 +187,10 @@ class ProcessPipe:
                 stages[-1].tail = losses.of
             with hooks_held(list(mine.values())):
                 self._run(stages, inputs, lists, losses)
-            # every rank waits here until the last stage has the loss
-            loss = self._neighbours.from_last(losses.total().double() if self._is_last else None)
+            total: Tensor | None = None
+            if self._is_last:
+                total = losses.total().to(device_of_float64(self.device)).double()
+            loss = self._neighbours.from_last(total)  # waits until the last stage has the loss
             # what is left; of tied parameters, by name and stage
             left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {
@@ -217,6 +220,17 @@ class ProcessPipe:
         """``value`` from the rank with the last stage, on all ranks."""
         with self._step():
             return self._neighbours.from_last(value)
+
+    def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Overwrites what this rank has for its tied parameters, such as their gradients, with what
+        the owner has (see `owned_parameters`).
+
+        Args:
+            tensors: by the names of all tied parameters of this rank, of one shape on all of their
+                ranks; or None on all of them.
+        """
+        with self._step(), torch.no_grad():
+            self._neighbours.copy_tied(tensors)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

@@ -38,7 +38,11 @@ def test_all_ranks_begin_with_the_values_of_rank_0(ranks: Ranks) -> None:
 
 def _unequal(rank: int, _: int) -> None:
     longer = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(1 + rank)])
-    for net, other in ((nn.Linear(2, 3 + rank), "bias, weight"), (longer, "1.weight")):
+    frozen = nn.Linear(2, 2)
+    frozen.bias.requires_grad_(rank == 0)
+    for net, other in (
+        (nn.Linear(2, 3 + rank), "bias, weight"), (longer, "1.weight"), (frozen, "bias")
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^rank 1 has another module .* see {other};"):
             DistributedDataParallel(net)
 

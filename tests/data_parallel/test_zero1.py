@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,3 +38,10 @@ def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, shar
     """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
     for weights in ranks.run(_updated, at_once, share):
         same(weights, one_process(steps=2)[2])
+
+
+def test_a_frozen_parameter_is_refused() -> None:
+    """Decay would change it."""
+    p = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^bias is frozen"):
+        zero1.ShardedOptimizer({"bias": p}, SGD, collectives.Ranks(), kind=len)

@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.seeded_draws import drawing
 from tests.device.seen import watch
 from tests.device.session import NCCL, on_device, ranks
-from tests.equivalence.compare import check, laid_out
+from tests.equivalence.compare import check, groups, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
 from training.checkpoint import Saver
@@ -67,6 +67,18 @@ def test_two_ranks_with_a_device_each(name: str) -> None:
 @on_device
 def test_four_ranks_that_share_devices(name: str) -> None:
     assert ranks(4).run(compared, name) == [""] * 4
+
+
+def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]:
+    """What is wrong with a row that is trained twice; and groups that are left."""
+    before = len(groups())
+    return [compared(rank, world_size, name) for _ in range(2)], len(groups()) - before
+
+
+@on_device
+def test_rows_that_follow_each_other_make_groups_of_their_own() -> None:
+    """Messages of devices close theirs, and others of NCCL's would keep memory of the GPU."""
+    assert ranks(4).run(ended_groups, "mesh4-1x2x2") == [(["", ""], 0)] * 4
 
 
 def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str]]:

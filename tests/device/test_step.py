@@ -183,6 +183,20 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
 
 
+def ddp_by_hand(rank: int, world_size: int, how: str) -> Counter[str]:
+    """The waits of a step that averages after backward."""
+    world = make_world(rank, world_size, rank, torch.device("cuda", rank))
+    torch.cuda.set_device(rank)
+    model = Replicated(PROBLEM.task(world, torch.float32), world, Setup(ADAMW), how)
+    return waits(third_step(model, world, model.average_gradients))
+
+
+@pytest.mark.parametrize("how", ["per_parameter", "flat"])
+@on_device
+def test_a_step_that_averages_by_hand_waits_once(how: str) -> None:
+    assert ranks(2).run(ddp_by_hand, how) == [ONE_WAIT] * 2
+
+
 def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
     """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
     world = make_world(rank, world_size, rank, torch.device("cuda", rank))

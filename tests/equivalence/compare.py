@@ -30,6 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from project.utils import make_optimizer
@@ -194,7 +195,7 @@ def rectangles(
 
 def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: torch.dtype) -> Result:
     """Trains a row and compares it; all ranks call this together and get the same result."""
-    begin, failure = time.perf_counter(), ""
+    begin, failure, before = time.perf_counter(), "", groups()
     found, bound = trained(row, world, dtype, n_steps), BOUNDS[dtype] * max(1.0, n_steps / 10)
     if row.beside == "one process":
         wanted = same_places(reference, found)
@@ -206,6 +207,8 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
     by_rank = world.gather((compare(found, wanted, reference, rank), sizes))
+    for group in groups()[len(before) :]:  # no rank uses them any more
+        dist.destroy_process_group(group)
     worst = {kind: largest([differences[kind] for differences, _ in by_rank]) for kind in KINDS}
     kind = max(KINDS, key=lambda kind: worst[kind].value)
     if lacking := missing([sizes for _, sizes in by_rank], reference):
@@ -215,6 +218,12 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     return Result(
         row.name, n_steps, bound, **worst, failure=failure, seconds=time.perf_counter() - begin
     )
+
+
+def groups() -> list[dist.ProcessGroup]:
+    """The process groups of this rank, in the order in which they were made. Each of NCCL's that
+    has been used keeps memory of the GPU, some in the hundreds of megabytes."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def where(key: Key) -> str:

@@ -11,7 +11,9 @@ import torch
 
 from tests.project.programs import KINDS, TINY, VGG, on_rank
 from tests.ranks import Ranks
-from training.launch.compare_ranks import run_things
+from training.launch.compare_ranks import check_same, run_things
+from training.launch.distributed import make_world
+from training.launch.errors import RunError
 from training.optimization import Optimizers
 from training.tasks.tokens import get_tokenizer
 
@@ -71,6 +73,17 @@ def test_ranks_that_differ_end_the_run(
     for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, what):
         assert error is not None and error.startswith(said)
         assert made_a_step == makes_a_step
+
+
+def one_has_a_gpu(rank: int, world_size: int) -> None:
+    world = make_world(rank, world_size, device=torch.device("cuda" if rank else "cpu"))
+    with pytest.raises(RunError, match=r"^not the same on all ranks: the type of device \(rank 1"):
+        check_same(world, {"--seed": b"0"})
+
+
+def test_devices_of_one_type(ranks: Ranks) -> None:
+    """Some would wait for shared memory, and others for NCCL."""
+    ranks.run(one_has_a_gpu)
 
 
 def test_hosts_need_no_common_folder(ranks: Ranks) -> None:

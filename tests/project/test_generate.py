@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,16 @@ def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
         found = generated(trained, LINES, *options)
         assert found == [[alone(trained, line, most) if line else ""] for line in LINES]
         assert len({len(text) for (text,) in found}) > 2
+
+
+@pytest.mark.parametrize(("without", "dtype"), [("mps", "float64"), ("meta", "float32")])
+def test_weights_are_rounded_for_a_device_without_float64(
+    trained: Trained, without: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = replace(trained, model=deepcopy(trained.model))
+    monkeypatch.setattr("training.trained._of_transformers", lambda _: copied)
+    monkeypatch.setattr("runtime.float64.WITHOUT", (without,))
+    assert load_trained("nowhere", "meta").model.dtype == getattr(torch, dtype)
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_line_alone(trained: Trained) -> None:

@@ -45,12 +45,14 @@ def run_things(
 
 
 def check_same(world: World, things: Mapping[str, bytes]) -> None:
-    """Compares things by name over all ranks. All call it together.
+    """Compares things by name over all ranks, and the types of their devices: ranks on CPUs share
+    memory, and would wait for those on GPUs. All call it together.
 
     Raises:
         RunError: on all ranks, with the names of what differs, and on which ranks.
     """
-    if different := _different(world, things.items()):
+    mine = {**things, "the type of device": world.device.type.encode()}
+    if different := _different(world, mine.items()):
         raise RunError(
             f"not the same on all ranks: {different}; every host needs the same options, data, "
             "model and tokenizer: remove what earlier runs left in --workdir there"

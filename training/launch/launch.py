@@ -67,7 +67,7 @@ from .errors import (
     torchrun_world_size,
 )
 from .last_actions import WAITS, in_file, of_all_machines, table
-from .meeting import LOOPBACK, connect, host_store, listen, meet, setup
+from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
 from .memory import keep_freed_memory
 from .world import LastAction, World, choose_device, quiet_libraries
 
@@ -277,8 +277,10 @@ def _run_rank(
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         keep_freed_memory()
+    backend = choose_backend(settings.device, local_size)
+    backend = agree_on_backend(store, world.rank, world.world_size, backend)
     setup(
-        world.rank, world.world_size, choose_backend(settings.device, local_size), store=store,
+        world.rank, world.world_size, backend, store=store,
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],
         timeout=settings.timeout,
     )  # fmt: skip

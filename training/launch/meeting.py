@@ -113,6 +113,15 @@ def stay_on_interface_to(host: str) -> None:
                     os.environ[variable] = value
 
 
+def agree_on_backend(store: Any, rank: int, world_size: int, backend: str) -> str:
+    """One backend for all ranks: that of their hosts, or gloo, if a host wants gloo because it has
+    fewer GPUs than ranks. All ranks call it together."""
+    keys = [f"backend of rank {r}" for r in range(world_size)]
+    store.set(keys[rank], backend)
+    wanted = [said.decode() for said in store.multi_get(keys)]  # waits for all
+    return "gloo" if "gloo" in wanted else backend
+
+
 def in_time(seconds: float, ask: Callable[[], T]) -> T:
     """What ask() returns or raises. NoAnswerError if that takes longer: a store whose host is
     stopped keeps who asks it waiting for ever."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Mesh
-from runtime.ranks import where_hosts_meet
 from runtime.recompute import NEVER
+from runtime.waits import where_hosts_meet
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
@@ -66,6 +66,8 @@ class Sharded(MeshLayout):
         loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         self.cut_task.sum_gradients(self.on_all)  # then over the tensor axis
+        if self.parts > 2:
+            self.cut_task.copy_gradients(self.on_all)
         return loss * (count if self.mesh.tensor.rank == 0 else 0)  # tensor ranks have the same
 
     def forward(self, x: Any) -> Tensor | None:

@@ -76,6 +76,10 @@ class Staged(MeshLayout):
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
         self.on_all = [p for name, p in mine.items() if name not in self.cut_task.parts]
+        # What ranks of several groups of replicas hold: by name, what stages share; and what tensor
+        # ranks have whole. ZeRO 1 holds shards of it.
+        self._tied = {name: p for name, p in mine.items() if len(self.pipe.users(name)) > 1}
+        self._whole = self.on_all
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
         if shard_optimizer and self.parts > 1:
@@ -87,10 +91,10 @@ class Staged(MeshLayout):
         """Each replica updates all of this rank's parameters."""
         if self.parts > 1:
             # In buckets of their own, since the rank of the other stage must get the same bits.
-            tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
             self.buckets = GradientBuckets(
-                mine.values(), self.mesh.data.group, recorder=self.setup.timeline, apart=tied
-            )
+                mine.values(), self.mesh.data.group, recorder=self.setup.timeline,
+                apart=self._tied.values(),
+            )  # fmt: skip
         self.optimizers = [self.setup.optimizer(mine.values())]
         owned = self.pipe.owned_parameters().keys()
         counts = [p for name, p in mine.items() if name in owned and self.cut_task.counted(name)]
@@ -103,15 +107,18 @@ class Staged(MeshLayout):
         def kind(name: str) -> tuple[bool, str | None]:
             # All ranks that hold a parameter must shard it alike: tensor ranks their whole
             # parameters, stages their tied ones.
-            tied = name if len(self.pipe.users(name)) > 1 else None
+            tied = name if name in self._tied else None
             return name in self.cut_task.parts, tied
 
         owned = self.pipe.owned_parameters().keys()
         self.sharded = ShardedOptimizer(mine, self.setup.optimizer, replicas, kind)
         self.optimizers = [self.sharded.optimizer]
+        shards = self.sharded.shards.items()
+        self._tied = {tied: p for (_, tied), p in shards if tied is not None}
+        self._whole = [p for (cut, _), p in shards if not cut]
         self.counted = [  # shards; of tied and of whole parameters on one rank only
             p
-            for (cut, tied), p in self.sharded.shards.items()
+            for (cut, tied), p in shards
             if (tied is None or tied in owned) and (cut or self.shard == 0)
         ]
 
@@ -119,7 +126,7 @@ class Staged(MeshLayout):
         """All ranks of a replica get its loss; the first counts it."""
         # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
         count = max(1, step.count) / (self.parts if self.buckets else 1)
-        loss = torch.zeros((), dtype=torch.float64)  # of a replica without examples
+        loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
             inputs = map(self.cut_task.input, step.inputs, step.targets)
             with self.setup.autocast(self.devices[0]):
@@ -132,9 +139,22 @@ class Staged(MeshLayout):
         self.cut_task.sum_gradients(self.on_all)  # before `reduce`, which takes p.grad away
         if self.sharded is not None:
             self.sharded.reduce()  # sums over the replicas, into the shards' gradients
+        if self.parts > 2:
+            self._copy_gradients()
         first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0  # one rank counts per replica
         # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if first else 0)
+
+    def _copy_gradients(self) -> None:
+        """The same bits for all ranks that hold a parameter.
+
+        Ranks of several stages, or of the tensor axis, are in several groups of replicas, and each
+        adds up its copy of the gradient. Of three or more replicas the order of the addition
+        decides the last bits. NCCL chooses an order for each group; so do ranks of one machine and
+        ranks of several.
+        """
+        self.cut_task.copy_gradients(self._whole)
+        self.pipe.copy_tied({name: p.grad for name, p in self._tied.items()})
 
     def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
         """The last stage sees the outputs."""

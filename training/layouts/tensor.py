@@ -146,8 +146,24 @@ class CutTask:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums gradients over the ranks, with sequence parallelism alone: there each rank has used
         these whole parameters on its own positions."""
+        if self.sequence_parallel:
+            self._add_up([p.grad for p in parameters if p.grad is not None])
+
+    @torch.no_grad()
+    def copy_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives every rank the first one's gradients of parameters that all ranks hold whole.
+
+        Each rank adds them up over replicas in a group of its own. With three or more replicas the
+        order of the addition decides the last bits, and NCCL chooses one for each group.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if not self.sequence_parallel or not gradients:
+        if self.ranks.rank > 0 and gradients:
+            torch._foreach_zero_(gradients)
+        self._add_up(gradients)  # the others' zeros change nothing
+
+    def _add_up(self, gradients: list[Tensor]) -> None:
+        """Replaces tensors by their sums over the ranks."""
+        if self.ranks.size == 1 or not gradients:
             return
         total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
         for g, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runtime.float64 import device_of_float64
+
 from .cache import Cache
 
 
@@ -30,7 +32,8 @@ class SamplingCache(Cache):
         super().__init__(lengths, device)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniform = [torch.rand(most, dtype=torch.float64, generator=g) for g in generators]
-        self._chances = torch.stack(uniform).to(device)  # [B, most], used from left to right
+        where = device_of_float64(torch.device(device))
+        self._chances = torch.stack(uniform).to(where)  # [B, most], used from left to right
         self._sampled = 0  # tokens of each row
 
     def extend(self) -> None:
@@ -55,14 +58,17 @@ def sample(
     """Samples tokens, B, from logits B V.
 
     Args:
-        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
+        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities, on
+            the device where they are.
         temperature: divides the logits; a small one leaves only the most probable token.
         top_k: samples from this many of the most probable tokens; None: from all.
     """
-    logits = logits[:, :num_tokens].double() / temperature
+    device = logits.device
+    logits = logits[:, :num_tokens].to(chances.device).double() / temperature
     if top_k is not None and top_k < num_tokens:
         least = logits.topk(top_k).values[:, -1:]  # [B, 1], the smallest that stays
         logits = logits.masked_fill(logits < least, -math.inf)
     ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
-    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
-    return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
+    wanted = chances[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
+    found = torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
+    return found.to(device)

@@ -32,7 +32,7 @@ from training.launch import launch as launcher
 from training.launch.distributed import choose_backend, make_world
 from training.launch.errors import RunError, UserError, format_error
 from training.launch.launch import RankError, launch, terminal_ignored, watch
-from training.launch.meeting import fresh_part, listen, meet, stay_on_interface_to
+from training.launch.meeting import agree_on_backend, fresh_part, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
 from training.options import Options
 
@@ -224,9 +224,26 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("mps", 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    both = "cpu:gloo,cuda:nccl"
-    assert [choose_backend("auto", n) for n in (1, 2, 3)] == [both, both, "gloo"]
+    assert [choose_backend("auto", n) for n in (1, 2, 3)] == [NCCL, NCCL, "gloo"]
     assert (str(choose_device("cpu", 1, 2)), choose_backend("cpu", 2)) == ("cpu", "gloo")
+
+
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+def agreed(*wanted: str) -> list[str]:
+    """The backend on ranks whose hosts would choose these."""
+    store, n = dist.HashStore(), len(wanted)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(n) as threads:
+        agree = threads.map(lambda rank: agree_on_backend(store, rank, n, wanted[rank]), range(n))
+        return list(agree)
+
+
+def test_hosts_agree_on_a_backend() -> None:
+    """Gloo, if one of them has fewer GPUs than ranks."""
+    assert agreed(NCCL, NCCL) == [NCCL] * 2
+    assert agreed(NCCL, NCCL, "gloo") == ["gloo"] * 3
+    assert agreed("gloo", "gloo") == ["gloo"] * 2
 
 
 # Ranks of one attempt meet in a store that others have left their words in

@@ -1,0 +1,133 @@
+"""Copies of a parameter on ranks of several groups of replicas, as those of the tied embedding on
+the first and on the last stage: each group may add its gradients in an order of its own, as NCCL
+does, which chooses rings and trees for each group. With three replicas the order decides the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.mesh import Mesh, make_mesh
+from runtime.shared_memory import add_up, sum_into
+from tests.equivalence.compare import rectangles, same_places
+from tests.equivalence.plain import plain
+from tests.equivalence.problems import Sentences
+from tests.ranks import Ranks, sharing
+from training.launch.compare_ranks import check_replicas
+from training.launch.distributed import make_world
+from training.layouts.layout import Setup
+from training.layouts.sharded import Sharded
+from training.layouts.stages import Staged
+
+# Batches of eight sentences and of two, where one of three replicas has none.
+PROBLEM = Sentences(10, 8)
+
+
+@contextmanager
+def adding_backwards(mesh: Mesh) -> Iterator[None]:
+    """Inside, the replicas of this rank add up their gradients from the last to the first, if it is
+    the second on its other axis."""
+    if mesh.pipeline.rank + mesh.tensor.rank == 0:
+        yield
+        return
+    all_reduce: Any = dist.all_reduce
+
+    def reduced(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        if group is not mesh.data.group:
+            return all_reduce(x, *args, group=group, **options)
+        parts = [torch.empty_like(x) for _ in range(mesh.data.size)]
+        dist.all_gather(parts, x, group=group)
+        x.copy_(add_up(parts[::-1]))
+        return SimpleNamespace(wait=lambda: None)
+
+    changes: dict[str, Any] = {
+        "torch.distributed.all_reduce": reduced,
+        "runtime.ranks.add_up": lambda parts: add_up(parts[::-1]),
+        "data_parallel.exchange.sum_into": lambda parts, *args, **how: sum_into(
+            parts[::-1], *args, **how
+        ),
+    }
+    with ExitStack() as stack:
+        for name, changed in changes.items():
+            stack.enter_context(patch(name, changed))
+        yield
+
+
+@cache
+def reference() -> Any:
+    """The first step of one process."""
+    found = plain(PROBLEM, 1, torch.float32)
+    return {key: value for key, value in found.items() if key[0] == "gradient"}
+
+
+def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequence: bool) -> None:
+    """Three replicas. Raises RunError if the gradients of copies differ in one of two steps. (In
+    the weights their last bits show later.)"""
+    world = make_world(rank, world_size)
+    mesh, task = make_mesh(3, pp, tp, 60.0), PROBLEM.task(world, torch.float32)
+    setup = Setup(partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
+    with sharing(False), adding_backwards(mesh):
+        model: Any
+        if zero == 3:
+            model = Sharded(task, world, setup, zero, mesh, sequence)
+        else:
+            model = Staged(
+                task, world, setup, mesh, sequence, num_microbatches=2,
+                cut=(3, 3) if pp > 1 else None, shard_optimizer=zero == 1,
+            )  # fmt: skip
+        for number, step in enumerate(task.steps(0, model.part, model.parts, 2), 1):
+            model.optimizers[0].zero_grad()
+            model.backward(step)
+            check_replicas(world, gradients_of_copies(model), f"in step {number}")
+            if number == 1:  # nor are they anything else
+                found = rectangles(model, "gradient", 1, lambda p: p.grad)
+                wanted = same_places(reference(), found).items()
+                torch.testing.assert_close(found, {key: value for key, value in wanted if value})
+        model.close()
+
+
+def gradients_of_copies(model: Any) -> dict[str, Tensor]:
+    """By a name that the copies of other groups have, too."""
+    found: dict[str, Any] = {}
+    if isinstance(model, Sharded):  # flat shards of whole parameters
+        found = {f"{i}": p.grad for i, p in enumerate(model.on_all)}
+    elif model.sharded is not None:
+        shards = model.sharded.shards.items()
+        found = {f"{tied}": p.grad for (cut, tied), p in shards if tied or not cut}
+    else:
+        copies = model.whole_parameters().items()
+        found = {name: p.grad for name, p in copies if "(part" not in name}
+    if model.mesh.pipeline.size > 1:
+        found = {name: g for name, g in found.items() if "wte" in name}
+    assert found
+    return {f"{name} of replica {model.part}": g for name, g in found.items()}
+
+
+@pytest.fixture(scope="module")
+def six_ranks() -> Iterator[Ranks]:
+    world = Ranks(6)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "zero", "sequence"),
+    [
+        (2, 1, 0, False), (2, 1, 1, False), (1, 2, 0, False), (1, 2, 1, False), (1, 2, 1, True),
+        (1, 2, 3, False),
+    ],
+)  # fmt: skip
+def test_copies_stay_equal_in_whatever_order_groups_add(
+    six_ranks: Ranks, pp: int, tp: int, zero: int, sequence: bool
+) -> None:
+    six_ranks.run(compare_copies, pp, tp, zero, sequence)
