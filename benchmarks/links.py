@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.harness import Row, summarize, write_rows
 from planning.calibrate import calibrate
-from planning.cost import predict
+from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
 from project.figures.epochs import read_json
 from tests.faults.hosts import Hosts
@@ -83,7 +83,7 @@ def run() -> list[Row]:
                     seq=LENGTH,
                 )  # fmt: skip
                 nodes = machine(str(path), network=str(mbits / 8000))
-                expected = predict(model, replace(layout, precision="fp32"), nodes).seconds
+                expected = PricedStep(model, replace(layout, precision="fp32"), nodes).seconds
                 speeds = [BATCH * LENGTH / s for s in seconds]
                 ratio = min(expected, median(seconds)) / max(expected, median(seconds))
                 said = f"of the prediction, {BATCH * LENGTH / expected:,.0f}"

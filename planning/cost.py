@@ -12,17 +12,17 @@ Glossary: t tokens of a micro-batch, h width, f width of the MLP, v vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeline.schedules.catalogue import SCHEDULES, chunks_of, places
-from pipeline.schedules.chunks import interleaved_1f1b
+from pipeline.schedules.catalogue import as_written, find
+from pipeline.schedules.printed import peak_alive
+from pipeline.schedules.schedule import BACKWARD, Action
 
 from .describe import BYTES, Layout, Machine, Model
-from .simulate import CAUSES, Simulator, Work, with_times
+from .simulate import CAUSES, Simulation, Simulator, Work, with_times
 
 FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
 LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
@@ -35,7 +35,6 @@ GIB = 2**30
 # and the log-softmax in fp32, their gradients likewise. fused: one kernel, all in 16 bits.
 LOGITS = {"plain": (6, 6), "fused": (2, 2)}
 FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
-WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules whose backwards are in one piece
 SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
 
 
@@ -52,6 +51,10 @@ class Pass(NamedTuple):
     def plus(self, other: Pass, times: float = 1) -> Pass:
         """The sum of this and some of the other."""
         return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def with_waits(self, skew: float) -> Pass:
+        """With the wait for the last rank of tensor parallelism."""
+        return self._replace(tensor=self.tensor + skew * (self.device - self.tensor))
 
     @property
     def device(self) -> float:
@@ -218,62 +221,19 @@ class Memory(NamedTuple):
         return sum(self) / GIB
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A step. `parts`: its seconds by purpose, of the mean rank."""
-
-    model: Model
-    layout: Layout
-    machine: Machine
-    seconds: float
-    parts: dict[str, float]
-    bubble: float
-    memory: list[Memory]
-    blocks: list[int]
-
-    @property
-    def memory_gb(self) -> float:
-        """Of the fullest GPU, GiB."""
-        return max(rank.gib for rank in self.memory)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every GPU has enough memory, and some more for fragments."""
-        return self.memory_gb <= self.usable_gb
-
-    @property
-    def usable_gb(self) -> float:
-        """GiB of a GPU, less its fragments."""
-        return self.machine.memory_gb * (1 - FRAGMENTS)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all GPUs."""
-        return self.layout.batch_size * self.model.seq / self.seconds
-
-    @property
-    def tflops(self) -> float:
-        """Of the model's arithmetic, per GPU."""
-        return self.model.flops(self.layout.batch_size) / self.seconds / self.layout.gpus / 1e12
-
-
 @lru_cache(maxsize=512)
-def simulator(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
-    """Prepared once per schedule and size. Backwards that the schedule does not split are whole, as
-    in other trainers: with this project's early gradients a pipeline fills somewhat faster."""
-    chunks = chunks_of(schedule, chunks)
-    if schedule == "interleaved":
-        return Simulator(interleaved_1f1b(n, m, chunks))
-    return Simulator(SCHEDULES[schedule](n, m))
-
-
-_places = lru_cache(maxsize=512)(places)
+def simulator(schedule: str, n: int, m: int, chunks: int | None, early: bool = False) -> Simulator:
+    """Prepared once per schedule and size. ``early``: gradients are sent before those of the
+    weights are computed, as by this project's programs, where other trainers compute both."""
+    return Simulator((find if early else as_written)(schedule, chunks)(n, m))
 
 
 class PricedStage(NamedTuple):
     """A stage's passes for one micro-batch, and its seconds at the end of a step."""
 
     passes: Passes
+    blocks: int
+    halves: bool  # its backward is split
     exchange: float
     update: float
     held: float  # bytes until the backward of a micro-batch
@@ -283,7 +243,8 @@ class PricedStage(NamedTuple):
 
 
 class PricedStep:
-    """A layout, priced: what its actions cost, before they are put in order.
+    """The step of a layout, predicted. What its actions cost is known at once; they are put in
+    order when the seconds are first asked for.
 
     Raises ValueError if the layout cannot run, unless it has run (``legal`` is False).
     """
@@ -298,15 +259,20 @@ class PricedStep:
         outer = layout.order == "pp-dp-tp"  # stages are outermost
         self.replicas = group(machine, dp, tp if outer else tp * pp)
         self.size = BYTES[layout.precision]
-        self.whole, self.entry = activations(model, layout, machine)
+        self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
+        self.overlap = machine.overlap == "all"
         self.loss = LOGITS[machine.loss]  # bytes of each
-        kinds = [(blocks, s == 0, s == n - 1) for s, blocks in enumerate(self.blocks)]
+        small = self.simulator(1)
+        whole = set(small.actions)  # no B in it: that stage's backward is split
+        kinds = [
+            (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in whole)
+            for s, blocks in enumerate(self.blocks)
+        ]
         priced = {kind: self._stage(*kind) for kind in set(kinds)}
         self.stages = [priced[kind] for kind in kinds]
-        ranks = _places(layout.schedule, pp, layout.chunks) if pp > 1 else [0]
         self.of_ranks: list[list[PricedStage]] = [[] for _ in range(pp)]
-        for rank, stage in zip(ranks, self.stages, strict=True):
+        for rank, stage in zip(small.ranks, self.stages, strict=True):
             self.of_ranks[rank].append(stage)
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
@@ -325,10 +291,18 @@ class PricedStep:
                 self.updates[0] += tied
                 self.updates[-1] += tied
 
-    def _stage(self, blocks: int, first: bool, last: bool) -> PricedStage:
+    def simulator(self, num_microbatches: int) -> Simulator:
+        """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
+        at, pp = self.layout, self.layout.pp
+        name, chunks = (at.schedule, at.chunks) if pp > 1 else (Layout.schedule, None)
+        early = self.machine.backward == "early"
+        return simulator(name, pp, num_microbatches, chunks, early)
+
+    def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
         layout, dp, cost = self.layout, self.replicas, self.cost
+        skew = self.machine.skew if layout.tp > 1 else 0.0
         forward, backward, late = (
-            Pass().plus(block, blocks).plus(head, last)
+            Pass().plus(block, blocks).plus(head, last).with_waits(skew)
             for block, head in zip(cost.block, cost.head, strict=True)
         )
         tables = 1 if first and last and self.model.tied else first + last
@@ -342,16 +316,22 @@ class PricedStep:
             exchange = dp.scatter(sums) if layout.zero else dp.reduce(sums)
         else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
             gather = scatter if layout.zero == 3 else 0.0
-            hidden = forward.seconds, backward.seconds  # they are fetched ahead
-            forward = forward._replace(gathering=max(0.0, gather - hidden[0]))
-            backward = backward._replace(gathering=max(0.0, gather + scatter - hidden[1]))
+            forward = forward._replace(gathering=self._exposed(gather, forward.seconds))
+            gather += scatter
+            backward = backward._replace(gathering=self._exposed(gather, backward.seconds))
         if layout.zero in (1, 2):
             update += scatter  # the parameters that others have updated
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
         if last:  # halves of backward: what waits for W is the gradient of the logits alone
-            held += self.logits * (self.loss[0] if layout.schedule in WHOLE else self.size)
-        passes = Passes(forward, backward, late)
-        return PricedStage(passes, exchange, update, held, number, first or last, last)
+            held += self.logits * (self.size if halves else self.loss[0])
+        passes, table = Passes(forward, backward, late), first or last
+        return PricedStage(passes, blocks, halves, exchange, update, held, number, table, last)
+
+    def _exposed(self, seconds: float, work: float) -> float:
+        """What ZeRO-2's and 3's collectives add to the seconds of a pass over a micro-batch."""
+        if self.machine.overlap == "nothing":  # then its ranks wait for the last one, too
+            return seconds + self.machine.skew * work
+        return max(0.0, seconds - work)  # parameters are fetched ahead
 
     def work(self) -> Work:
         """For the simulator."""
@@ -361,44 +341,97 @@ class PricedStep:
         early = [whole - part for whole, part in zip(backward, late, strict=True)]
         return Work(
             with_times(forward, early, late), lambda _: self.message,
-            overlap=self.layout.schedule != "1f1b",  # Megatron-LM waits for its messages in 1F1B
+            overlap=self.overlap,
             exchange=lambda s: self.stages[s].exchange,
-            overlap_exchange=self.machine.overlap > 0,
+            overlap_exchange=self.overlap,
             update=self.updates.__getitem__,
         )  # fmt: skip
 
-    def estimate(self) -> float:
-        """The seconds of the step by a closed form, within a few percent of the simulation: the
-        slowest rank never waits once the pipeline is full."""
-        layout, n = self.layout, self.layout.pp
-        each = [[stage.passes for stage in mine] for mine in self.of_ranks]
-        busy = [sum(p.forward.seconds + p.backward.seconds for p in mine) for mine in each]
-        longest, chunks = max(busy), layout.stages // n
-        fill = (sum(busy) - longest) / chunks + 2 * (n - 1) * self.message
-        if layout.schedule == "1f1b":
-            fill += 2 * (layout.num_microbatches - 1) * self.message
-        elif layout.schedule in ("zb", "zbv"):
-            fill /= 3 if layout.schedule == "zb" else 6
-        first = self.stages[0]
-        exchange = sum(stage.exchange for stage in self.stages[::n])
-        hidden = first.passes.backward.seconds if self.machine.overlap else 0.0
-        ends = max(0.0, exchange - hidden) + max(self.updates)
-        return layout.num_microbatches * longest + fill + ends
+    @cached_property
+    def least_seconds(self) -> float:
+        """That the step takes at least, in any order: of each rank, its work, once its first
+        micro-batch has come through the stages before, and then what its gradients take."""
+        m, found, before = self.layout.num_microbatches, 0.0, 0.0
+        for mine, update in zip(self.of_ranks, self.updates, strict=True):
+            busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in mine)
+            exchange = 0.0 if self.overlap else sum(s.exchange for s in mine)
+            found = max(found, before + m * busy + exchange + update)
+            before += mine[0].passes.forward.seconds + self.message
+        return found
 
-    def memory(self, peaks: Sequence[float]) -> list[Memory]:
-        """Per rank, from its activations' peak."""
+    @property
+    def _sizes(self) -> list[int]:
+        """How many micro-batches are simulated. A long step repeats itself: two short ones, with n
+        micro-batches more in the second, tell what n in its middle take."""
+        n, m = self.layout.pp, self.layout.num_microbatches
+        return [m] if m <= 4 * n + 8 else [2 * n + m % n, 3 * n + m % n]
+
+    def _simulated(self, of: Callable[[Simulation], list[float]]) -> list[float]:
+        """Numbers ``of`` the simulated step."""
+        work, sizes = self.work(), self._sizes
+        found = [of(self.simulator(size).run(work)) for size in sizes]
+        times = (self.layout.num_microbatches - sizes[0]) / self.layout.pp
+        return [a + times * (b - a) for a, b in zip(found[0], found[-1], strict=True)]
+
+    @cached_property
+    def _times(self) -> list[float]:
+        """Seconds of the step, of its actions from first to last, and of those of the mean rank."""
+        n = self.layout.pp
+        return self._simulated(lambda found: [found.seconds, found.span, sum(found.busy) / n])
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self._times[0]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time from the first action to the last in which a rank idles."""
+        return 1 - self._times[2] / self._times[1]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The seconds by purpose, of the mean rank."""
+        n, m, total = self.layout.pp, self.layout.num_microbatches, Pass()
+        for stage in self.stages:
+            total = total.plus(stage.passes.forward, m / n).plus(stage.passes.backward, m / n)
+        parts, busy = total._asdict(), self._times[2]
+        parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
+        idle = self._simulated(lambda found: [found.idle.get(cause, 0.0) for cause in CAUSES])
+        parts |= dict(zip(CAUSES, idle, strict=True))
+        parts["update"] = sum(self.updates) / n
+        # What a rank waits while its messages are sent is no gap between actions.
+        parts["transfer"] += max(0.0, self.seconds - sum(parts.values()))
+        return parts
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.layout.batch_size * self.model.seq / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """Of the model's arithmetic, per GPU."""
+        return self.model.flops(self.layout.batch_size) / self.seconds / self.layout.gpus / 1e12
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        """Per rank of the pipeline."""
         layout, model, found = self.layout, self.model, list[Memory]()
         share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
         single = self.size == 4 or layout.zero == 3
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-        waiting = self.loss[0] if layout.schedule in WHOLE else 0
+        waiting = 0 if self.stages[-1].halves else self.loss[0]
         loss = sum(self.loss) - waiting
-        for mine, peak in zip(self.of_ranks, peaks, strict=False):
+        schedule = self.simulator(self._sizes[-1]).schedule
+        peaks = peak_alive(schedule, lambda s: self.stages[s].held)
+        for mine, peak in zip(self.of_ranks, peaks, strict=True):
             number = sum(stage.parameters for stage in mine)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
             working = self.whole if layout.recompute == "always" else 0.0
+            working += self.late * max(stage.blocks * stage.halves for stage in mine)
             if any(stage.last for stage in mine):  # a block is computed again without the logits
                 working = max(working - waiting * self.logits, loss * self.logits)
             if any(stage.table for stage in mine):  # its gradient, twice
@@ -408,49 +441,25 @@ class PricedStep:
             found.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return found
 
-    def least_memory(self) -> float:
-        """GiB that the first rank needs at least: 1F1B's."""
-        peak = self.stages[0].held * min(self.layout.num_microbatches, self.layout.pp)
-        peak = peak if self.layout.schedule not in ("vhalf", "vmin") else 0.0
-        return self.memory([peak])[0].gib
+    @property
+    def memory_gb(self) -> float:
+        """Of the fullest GPU, GiB."""
+        return max(rank.gib for rank in self.memory)
 
-    def predict(self, explain: bool = True) -> Prediction:
-        """Simulates the step. A long one repeats itself: then n of its micro-batches are simulated
-        for all in its middle. Unless it is to ``explain``, idle seconds have no causes."""
-        layout, n, m = self.layout, self.layout.pp, self.layout.num_microbatches
-        schedule, chunks = (layout.schedule, layout.chunks) if n > 1 else ("1f1b", None)
-        work, found = self.work(), list[list[float]]()
-        sizes = [m] if m <= 4 * n + 8 else [2 * n + m % n, 3 * n + m % n]
-        for size in sizes:
-            timeline = simulator(schedule, n, size, chunks).run(work)
-            idle = dict.fromkeys(CAUSES, 0.0)
-            for gap in timeline.gaps() if explain else ():
-                for cause, part in gap.causes.items():
-                    idle[cause] += part / n
-            busy = sum(timeline.busy) / n
-            found.append([timeline.seconds, timeline.span, busy, *idle.values()])
-        times = (m - sizes[0]) / n
-        seconds, span, busy, *idles = (
-            a + times * (b - a) for a, b in zip(found[0], found[-1], strict=True)
-        )
-        total = Pass()
-        for stage in self.stages:
-            total = total.plus(stage.passes.forward, m / n).plus(stage.passes.backward, m / n)
-        parts = total._asdict()
-        parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
-        parts |= dict(zip(CAUSES, idles, strict=True))
-        parts["update"] = sum(self.updates) / n
-        # What a rank waits while its messages are sent is no gap between actions.
-        parts["transfer"] += max(0.0, seconds - sum(parts.values()))
-        peaks = timeline.peaks(lambda s: self.stages[s].held)
-        return Prediction(
-            self.model, layout, self.machine, seconds, parts, 1 - busy / span,
-            self.memory(peaks), self.blocks,
-        )  # fmt: skip
+    @property
+    def usable_gb(self) -> float:
+        """GiB of a GPU, less its fragments."""
+        return self.machine.memory_gb * (1 - FRAGMENTS)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has enough memory, and some more for fragments."""
+        return self.memory_gb <= self.usable_gb
 
 
-def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """Bytes that a block holds for the backward of a micro-batch, and those of its input alone."""
+def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float, float]:
+    """Bytes that a block holds for the backward of a micro-batch, those of its input alone, and
+    those of the gradients of its products, which wait for the half of backward for weights."""
     t, tp, size = layout.micro_batch * model.seq, layout.tp, BYTES[layout.precision]
     shared = tp if layout.sequence_parallel else 1
     unfused = machine.attention != "flash"
@@ -471,9 +480,6 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     scores = 0.0
     if unfused and layout.recompute != "selective":
         scores = (2 * size + 1) * model.heads * model.seq / tp
-    return t * (outside + inside + scores), t * size * model.hidden / shared
-
-
-def predict(model: Model, layout: Layout, machine: Machine) -> Prediction:
-    """Predicts a step. Raises ValueError if the layout cannot run."""
-    return PricedStep(model, layout, machine).predict()
+    late = size * ((1 + 2 * model.kv_share) * model.hidden + (1 + gated) * model.ffn) / tp
+    late += size * 2 * model.hidden
+    return t * (outside + inside + scores), t * size * model.hidden / shared, t * late
