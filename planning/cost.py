@@ -261,7 +261,7 @@ class PricedStep:
         self.size = BYTES[layout.precision]
         self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
-        self.overlap = machine.overlap == "all"
+        self.overlap = machine.overlap in ("gradients", "all")
         self.loss = LOGITS[machine.loss]  # bytes of each
         small = self.simulator(1)
         whole = set(small.actions)  # no B in it: that stage's backward is split
@@ -320,7 +320,8 @@ class PricedStep:
             gather += scatter
             backward = backward._replace(gathering=self._exposed(gather, backward.seconds))
         if layout.zero in (1, 2):
-            update += scatter  # the parameters that others have updated
+            # The parameters that others have updated; or those of the first block to compute.
+            update += scatter / (parts if self.machine.overlap == "all" else 1)
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
         if last:  # halves of backward: what waits for W is the gradient of the logits alone
             held += self.logits * (self.size if halves else self.loss[0])

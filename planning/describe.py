@@ -174,8 +174,9 @@ class Machine:
     skew: float  # of its work, by which the last rank of tensor parallelism is later than the mean
     message_us: float
     step_ms: float
-    overlap: Literal["nothing", "zero", "all"]  # what runs beside computation: ZeRO-2's and 3's
-    # collectives; also messages between stages and the exchange of gradients
+    # What runs beside computation; each word also means those before it. zero: collectives of
+    # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
+    overlap: Literal["nothing", "zero", "gradients", "all"]
     reserve_gb: float
     backward: Literal["whole", "early"]  # early: gradients are sent before those of the weights
     attention: Literal["flash", "unfused"]

@@ -231,6 +231,17 @@ def test_nothing_runs_beside_the_computation_of_a_core() -> None:
     assert PricedStep(MODEL, plain, cores).seconds == PricedStep(MODEL, plain, A100).seconds
 
 
+def test_parameters_may_be_gathered_during_the_next_forward() -> None:
+    """Under ZeRO-1, block by block. The first one's are waited for."""
+    layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=1)
+    after, beside = (
+        PricedStep(MODEL, layout, replace(A100, overlap=word)).parts["update"]
+        for word in ("gradients", "all")
+    )
+    block = group(A100, 8, 1).scatter(2 * MODEL.parameters / 24)
+    assert after - beside == pytest.approx(23 * block)
+
+
 def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
     for schedule, name, change in product(
         ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"),
