@@ -222,7 +222,7 @@ class Memory(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def simulator(schedule: str, n: int, m: int, chunks: int | None, early: bool = False) -> Simulator:
+def _prepared(schedule: str, n: int, m: int, chunks: int | None, early: bool) -> Simulator:
     """Prepared once per schedule and size. ``early``: gradients are sent before those of the
     weights are computed, as by this project's programs, where other trainers compute both."""
     return Simulator((find if early else as_written)(schedule, chunks)(n, m))
@@ -261,12 +261,12 @@ class PricedStep:
         self.size = BYTES[layout.precision]
         self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
-        self.overlap = machine.overlap in ("gradients", "all")
+        self.overlapped = machine.overlap in ("gradients", "all")
         self.loss = LOGITS[machine.loss]  # bytes of each
         small = self.simulator(1)
-        whole = set(small.actions)  # no B in it: that stage's backward is split
+        listed = set(small.actions)
         kinds = [
-            (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in whole)
+            (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
             for s, blocks in enumerate(self.blocks)
         ]
         priced = {kind: self._stage(*kind) for kind in set(kinds)}
@@ -276,27 +276,30 @@ class PricedStep:
             self.of_ranks[rank].append(stage)
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
-        self.message = 0.0
-        if pp > 1:
-            stride = tp * dp if outer else tp
-            link = group(machine, 2, stride)
-            if pp * stride > machine.gpus_per_node:  # some neighbours are on two nodes
-                link = group(machine, 2, machine.gpus_per_node)
-            sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
-            hop = link.link if link.inside > 1 else link.network
-            self.message = sent / link.bandwidth + hop + machine.message_us * 1e-6
-            if model.tied:  # first and last stage add their gradients of the embedding
-                ends = group(machine, 2, stride * (pp - 1))
-                tied = ends.reduce(gradient_bytes(layout) * model.table / tp)
-                self.updates[0] += tied
-                self.updates[-1] += tied
+        stride = tp * dp if outer else tp  # of neighbouring stages
+        self.message = self._message(stride) if pp > 1 else 0.0
+        if pp > 1 and model.tied:  # first and last stage add their gradients of the embedding
+            ends = group(machine, 2, stride * (pp - 1))
+            tied = ends.reduce(gradient_bytes(layout) * model.table / tp)
+            self.updates[0] += tied
+            self.updates[-1] += tied
+
+    def _message(self, stride: int) -> float:
+        """Seconds of a message between stages: of the slowest."""
+        layout, machine = self.layout, self.machine
+        link = group(machine, 2, stride)
+        if layout.pp * stride > machine.gpus_per_node:  # some neighbours are on two nodes
+            link = group(machine, 2, machine.gpus_per_node)
+        sent = self.size * layout.micro_batch * self.model.seq * self.model.hidden / layout.tp
+        hop = link.link if link.inside > 1 else link.network
+        return sent / link.bandwidth + hop + machine.message_us * 1e-6
 
     def simulator(self, num_microbatches: int) -> Simulator:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
         at, pp = self.layout, self.layout.pp
         name, chunks = (at.schedule, at.chunks) if pp > 1 else (Layout.schedule, None)
         early = self.machine.backward == "early"
-        return simulator(name, pp, num_microbatches, chunks, early)
+        return _prepared(name, pp, num_microbatches, chunks, early)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
         layout, dp, cost = self.layout, self.replicas, self.cost
@@ -342,9 +345,9 @@ class PricedStep:
         early = [whole - part for whole, part in zip(backward, late, strict=True)]
         return Work(
             with_times(forward, early, late), lambda _: self.message,
-            overlap=self.overlap,
+            overlap=self.overlapped,
             exchange=lambda s: self.stages[s].exchange,
-            overlap_exchange=self.overlap,
+            overlap_exchange=self.overlapped,
             update=self.updates.__getitem__,
         )  # fmt: skip
 
@@ -355,7 +358,7 @@ class PricedStep:
         m, found, before = self.layout.num_microbatches, 0.0, 0.0
         for mine, update in zip(self.of_ranks, self.updates, strict=True):
             busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in mine)
-            exchange = 0.0 if self.overlap else sum(s.exchange for s in mine)
+            exchange = 0.0 if self.overlapped else sum(s.exchange for s in mine)
             found = max(found, before + m * busy + exchange + update)
             before += mine[0].passes.forward.seconds + self.message
         return found

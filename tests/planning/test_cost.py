@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from benchmarks import formulas
-from planning.cost import Group, PricedStep, blocks_of_stages, group, simulator
+from planning.cost import Group, PricedStep, blocks_of_stages, group
 from planning.describe import MACHINES, Layout, machine, model_of
 from planning.table import row_of
 
@@ -94,7 +94,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
     for schedule in ("gpipe", "1f1b", "zb", "interleaved", "zbv"):
         step = PricedStep(MODEL, Layout(4, pp=4, batch_size=96, schedule=schedule), A100)
-        timeline = simulator(schedule, 4, 96, None).run(step.work())
+        timeline = step.simulator(96).run(step.work())
         assert step.seconds == pytest.approx(timeline.seconds, rel=1e-3)
         assert 0.8 * step.seconds < step.least_seconds <= step.seconds
 
