@@ -3,9 +3,9 @@
 All cores measure the same at once, since ranks share their memory and their clock:
 
     matrix products     of a block, forward and backward: FLOP/s
-    other kernels       norms, GELU and residuals of a block: the bytes that `planning.cost` counts
-                        for them, by their seconds. They are far from the memory's bandwidth: GELU
-                        computes for longer than it reads
+    other kernels       norms, GELU and residuals of a block: the bytes that `planning.passes`
+                        counts for them, by their seconds. They are far from the memory's bandwidth:
+                        GELU computes for longer than it reads
     all-reduces         of `runtime.ranks`, over shared memory, each after a product: bytes and
                         latency of the links
     skew                how much longer work takes if all ranks wait for the last one after it, as a
@@ -60,8 +60,8 @@ def seconds(work: Callable[[], object], at_least: float = 0.1) -> float:
 
 
 def _block(positions: int, width: int) -> tuple[float, float, float, float]:
-    """FLOPs and seconds of the products of an MLP, forward and backward; bytes, as `planning.cost`
-    counts them, and seconds of what lies between the products of a block."""
+    """FLOPs and seconds of the products of an MLP, forward and backward; bytes, counted as in
+    `planning.passes`, and seconds of what lies between the products of a block."""
     x, y = torch.randn(positions, width), torch.randn(positions, 4 * width)
     up, wide = torch.randn(width, 4 * width), torch.randn(positions, 4 * width).requires_grad_()
     there = x.clone().requires_grad_()
@@ -80,8 +80,8 @@ def _block(positions: int, width: int) -> tuple[float, float, float, float]:
 
 def _kernel() -> float:
     """Seconds of a kernel that has nothing to do, with what modules and autograd take. For the MLP
-    of a block with its norm `planning.cost` counts 6 forward (2 products, and half of the 8 others
-    of a block), and 12 backward."""
+    of a block with its norm `planning.passes` counts 6 forward (2 products, and half of the 8
+    others of a block), and 12 backward."""
     norm, up, down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
     few = torch.randn(2, 8, requires_grad=True)
 

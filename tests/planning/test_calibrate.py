@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from planning import calibrate
-from planning.cost import group
 from planning.describe import machine
+from planning.passes import group
 
 
 def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from benchmarks import formulas
-from planning.cost import Group, PricedStep, blocks_of_stages, group
+from planning.cost import PricedStep, blocks_of_stages
 from planning.describe import MACHINES, Layout, machine, model_of
+from planning.passes import Group, group
 from planning.table import row_of
 
 A100 = machine("a100-80gb")
