@@ -1,11 +1,14 @@
-"""This computer's runs beside the planner's predictions: the seconds and the memory of a step.
+"""This computer's runs beside the planner's predictions: seconds, bubble and memory of a step.
 
 Measures the computer (`planning.calibrate`), now and again since its speed drifts, trains a few
-steps on plain text, whose positions all have a target, under every strategy on 1 to 4 ranks, a core
-each, and predicts the same steps. A
-row's ratio is the smaller of predicted and measured by the larger. Ranks that share cores are
-predicted with their part of a core. Needs a quiet machine: other work on it looks like an error of
-the prediction.
+steps on pairs of a word and a long text, so that nearly all positions have a target, under every
+strategy on 1 to 4 ranks, a core each, and predicts the same steps. A row's ratio is the smaller of
+predicted and measured by the larger; of a bubble, 1 less their difference. Ranks that share cores
+are predicted with their part of a core. Needs a quiet machine: other work on it looks like an error
+of the prediction.
+
+Stages in threads share one process. It has read the text, which a rank's process has not, and
+malloc keeps freed memory of every thread that has computed.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import yaml
 
 from benchmarks.harness import Row, summarize, write_rows
 from planning.calibrate import calibrate
-from planning.cost import predict
+from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
+from project.figures.compared import compare_step
+from project.figures.recorded import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10
@@ -32,8 +39,14 @@ AGAIN = 3  # rows after which the computer is measured again: its speed drifts
 COMMON = (
     f"--model gpt2-mini --n_layer {LAYERS} --n_embd {WIDTH} --n_head {HEADS} --batch_size {BATCH} "
     f"--model_max_length {LENGTH} --num_batches {STEPS} --dropout 0 --keep 0 --benchmark_only "
-    "--dataset training/tasks/corpus/english.txt --device cpu"
+    "--padding max_length --device cpu"
 )
+KEPT = 64 / 1024  # GiB of a thread's heap that glibc keeps: M_TRIM_THRESHOLD, once it has grown
+READER = """
+import datasets, project.run_pipeline, transformers.models.gpt2.modeling_gpt2
+print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+"""  # a process that has read a text and not yet trained: the KiB that it needed
+TEXT = ROOT / "training" / "tasks" / "corpus" / "english.txt"
 PIPELINES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin")
 
 
@@ -60,42 +73,76 @@ def runs() -> dict[str, tuple[str, Layout]]:
     return found
 
 
-def measure(command: str, folder: Path) -> tuple[list[float], float, int]:
-    """Seconds of the steps but the first two, GiB of rank 0, and the size of the vocabulary."""
-    words = [sys.executable, *f"project/{command} {COMMON} --workdir {folder}".split()]
+def write_pairs(path: Path) -> None:
+    """400 texts of 200 words, each the translation of a word."""
+    words = TEXT.read_text("utf-8").split()
+    texts = (" ".join(words[start : start + 200]) for start in range(400))
+    lines = (json.dumps({"de": "Text", "en": text}) for text in texts)
+    path.write_text("\n".join(lines), "utf-8")
+
+
+def measure(command: str, pairs: Path, folder: Path) -> tuple[list[float], float, float, int]:
+    """Seconds of the steps but the first two, the bubble of the median step, GiB of rank 0, and the
+    size of the vocabulary."""
+    given = f"project/{command} {COMMON} --dataset {pairs} --workdir {folder}"
+    words = [sys.executable, *given.split()]
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
     steps = [line for line in lines if "seconds" in line]
     vocabulary = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
     memory = max(step["peak_rss_bytes"] for step in steps) / 2**30
-    return [step["seconds"] for step in steps[2:]], memory, vocabulary
+    bubble = compare_step(Run(folder)).bubble
+    return [step["seconds"] for step in steps[2:]], bubble, memory, vocabulary
+
+
+def of_threads(found: PricedStep) -> float:
+    """GiB of one process whose threads have all stages."""
+    own = found.machine.reserve_gb
+    read = subprocess.run(
+        [sys.executable, "-c", READER], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return int(read.stdout) / 2**20 + sum(m.gib - own + KEPT for m in found.memory)
+
+
+def say_errors(rows: Sequence[Row]) -> None:
+    """Prints the mean and the worst error of what has the same unit."""
+    errors: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        errors[row.unit][row.name] = 1 - (row.ratio or 0.0)
+    for unit, each in errors.items():
+        worst = max(each, key=each.__getitem__)
+        print(f"{unit}: mean error {fmean(each.values()):.3f}, worst {each[worst]:.3f}, {worst}")
 
 
 def run() -> list[Row]:
-    """Two rows per run: seconds and GiB."""
+    """Per run seconds, GiB and, of a pipeline, the bubble."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "machine.yaml"
+        path, pairs = Path(folder) / "machine.yaml", Path(folder) / "pairs.jsonl"
+        write_pairs(pairs)
         for k, (name, (command, layout)) in enumerate(runs().items()):
             if k % AGAIN == 0:
                 path.write_text(yaml.safe_dump(calibrate()), "utf-8")
                 cores = machine(str(path))
-            seconds, memory, vocabulary = measure(command, Path(folder) / str(k))
+            seconds, bubble, memory, vocabulary = measure(command, pairs, Path(folder) / str(k))
             model = model_of(
                 None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=vocabulary, seq=LENGTH
             )
             layout = replace(layout, precision="fp32")
-            found = predict(model, layout, cores.shared(layout.gpus))
-            held = found.memory_gb
-            if "threads" in name:  # one process has all stages
-                held = sum(m.gib for m in found.memory) - (len(found.memory) - 1) * cores.reserve_gb
-            for what, measured, predicted, spread in (
-                ("s", median(seconds), found.seconds, summarize(seconds)[1]),
-                ("GiB", memory, held, (memory, memory)),
+            found = PricedStep(model, layout, cores.shared(layout.gpus))
+            held = of_threads(found) if "threads" in name else found.memory_gb
+            for what, measured, predicted, spread, goal in (
+                ("s", median(seconds), found.seconds, summarize(seconds)[1], 0.9),
+                ("GiB", memory, held, (memory, memory), 0.95),
+                ("bubble", bubble, found.bubble, (bubble, bubble), 0.97),
             ):
-                ratio = min(measured, predicted) / max(measured, predicted)
+                if what == "bubble":
+                    ratio = 1 - abs(measured - predicted)
+                else:
+                    ratio = min(measured, predicted) / max(measured, predicted)
                 against = f"of the prediction, {predicted:.3g} {what}"
-                goal = 0.9 if what == "s" else 0.95
-                rows.append(Row(name, measured, spread, what, ratio, against, goal))
+                if layout.pp > 1 or what != "bubble":
+                    rows.append(Row(name, measured, spread, what, ratio, against, goal))
     write_rows("plan", "A step, measured and predicted on this computer", rows)
+    say_errors(rows)
     return rows

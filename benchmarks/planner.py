@@ -80,7 +80,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         step = self._step(self.machine)
-        simulated = step.predict(explain=False).seconds / step.estimate()
+        simulated = step.seconds / step.least_seconds
         self.times = simulated / float(self.row["seconds_per_step"])
 
     def _step(self, machine: Machine) -> PricedStep:
@@ -88,7 +88,7 @@ class _Run:
         return PricedStep(model, layout, nodes, legal=False)
 
     def error(self, machine: Machine) -> float:
-        return math.log(self._step(machine).estimate() * self.times)
+        return math.log(self._step(machine).least_seconds * self.times)
 
 
 def _errors(runs: Iterable[_Run], machine: Machine) -> Numbers:

@@ -3,11 +3,13 @@
 All cores measure the same at once, since ranks share their memory and their clock:
 
     matrix products     of a block, forward and backward: FLOP/s
-    other kernels       norms, GELU and residuals of a block: the bytes that `planning.cost` counts
-                        for them, by their seconds. They are far from the memory's bandwidth: GELU
-                        computes for longer than it reads
+    other kernels       norms, GELU and residuals of a block: the bytes that `planning.passes`
+                        counts for them, by their seconds. They are far from the memory's bandwidth:
+                        GELU computes for longer than it reads
     all-reduces         of `runtime.ranks`, over shared memory, each after a product: bytes and
-                        latency of the links, with the wait for the last rank
+                        latency of the links
+    skew                how much longer work takes if all ranks wait for the last one after it, as a
+                        share of the work: from one product and from five before an all-reduce
     memory              of a process that has imported what a rank imports
 
 Under a minute. The figures mean nothing on a busy machine.
@@ -58,8 +60,8 @@ def seconds(work: Callable[[], object], at_least: float = 0.1) -> float:
 
 
 def _block(positions: int, width: int) -> tuple[float, float, float, float]:
-    """FLOPs and seconds of the products of an MLP, forward and backward; bytes, as `planning.cost`
-    counts them, and seconds of what lies between the products of a block."""
+    """FLOPs and seconds of the products of an MLP, forward and backward; bytes, counted as in
+    `planning.passes`, and seconds of what lies between the products of a block."""
     x, y = torch.randn(positions, width), torch.randn(positions, 4 * width)
     up, wide = torch.randn(width, 4 * width), torch.randn(positions, 4 * width).requires_grad_()
     there = x.clone().requires_grad_()
@@ -78,8 +80,8 @@ def _block(positions: int, width: int) -> tuple[float, float, float, float]:
 
 def _kernel() -> float:
     """Seconds of a kernel that has nothing to do, with what modules and autograd take. For the MLP
-    of a block with its norm `planning.cost` counts 6 forward (2 products, and half of the 8 others
-    of a block), and 12 backward."""
+    of a block with its norm `planning.passes` counts 6 forward (2 products, and half of the 8
+    others of a block), and 12 backward."""
     norm, up, down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
     few = torch.randn(2, 8, requires_grad=True)
 
@@ -101,22 +103,29 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
     blocks = [_block(*block) for block in BLOCKS]
     vector = torch.randn(1 << 24)
     added, kernel = seconds(lambda: vector.add_(1.0)), _kernel()
-    group, sums = Ranks(dist.group.WORLD), list[float]()
+    group = Ranks(dist.group.WORLD)
     x, y = torch.randn(256, 512), torch.randn(512, 512)  # a product of a millisecond or two
     alone = seconds(lambda: x @ y)
-    for size in MESSAGES:
-        values, begin = torch.zeros(size * 256), 0.0
+
+    def exchanged(kib: int, products: int = 1) -> float:
+        """Seconds of some products and an all-reduce."""
+        values, begin = torch.zeros(kib * 256), 0.0
         for k in range(105):
             begin = time.perf_counter() if k == 5 else begin
-            x @ y
+            for _ in range(products):
+                x @ y
             group.all_reduce(values)
-        sums.append((time.perf_counter() - begin) / 100 - alone)
+        return (time.perf_counter() - begin) / 100
+
+    skew = max(0.0, (exchanged(1, 5) - exchanged(1)) / (4 * alone) - 1)
+    sums = [exchanged(kib) - (1 + skew) * alone for kib in MESSAGES]
     flops, products, moved, others = map(sum, zip(*blocks, strict=True))
     if rank == 0:
         found = {
             "best": max(block[0] / block[1] for block in blocks), "flops": flops / products,
             "added": 2 * vector.nbytes / added, "moved": moved / others, "kernel": kernel,
-            "sums": sums, "peak": peak / (2**30 if sys.platform == "darwin" else 2**20),
+            "sums": sums, "skew": skew,
+            "peak": peak / (2**30 if sys.platform == "darwin" else 2**20),
         }  # fmt: skip
         Path(path).write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
@@ -145,6 +154,7 @@ def calibrate() -> dict[str, Any]:
         "kernel_us": round(found["kernel"] * 1e6, 2), "host_us": 0.0, "link_efficiency": 1.0,
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
         "network_falls": 0.0, "collective_us": 0.0, "message_us": round(hop * 1e6, 1),
-        "step_ms": 1.0, "overlap": 1, "reserve_gb": round(found["peak"], 3), "attention": "flash",
-        "loss": "fused", "balance": "auto", "gathered": "again",
+        "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
+        "reserve_gb": round(found["peak"], 3), "backward": "early",
+        "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip

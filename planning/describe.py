@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -171,14 +171,18 @@ class Machine:
     network_us: float
     network_falls: float  # rings over n nodes have (2 / n) to this power of the bandwidth of two
     collective_us: float
+    skew: float  # of its work, by which the last rank of tensor parallelism is later than the mean
     message_us: float
     step_ms: float
-    overlap: float
+    # What runs beside computation; each word also means those before it. zero: collectives of
+    # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
+    overlap: Literal["nothing", "zero", "gradients", "all"]
     reserve_gb: float
-    attention: str  # flash or unfused
-    loss: str  # fused or plain
-    balance: str  # of stages: uniform or auto
-    gathered: str  # what sequence parallelism gathers for the matrices: kept for backward, or again
+    backward: Literal["whole", "early"]  # early: gradients are sent before those of the weights
+    attention: Literal["flash", "unfused"]
+    loss: Literal["fused", "plain"]
+    balance: Literal["uniform", "auto"]  # of stages
+    gathered: Literal["kept", "again"]  # what sequence parallelism gathers, for backward
 
     def per_second(self, precision: str) -> float:
         """FLOP/s of large matrix products."""
@@ -216,15 +220,17 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
             found |= dict(zip(figures, _line(option, given, lines), strict=False))
     if network is not None:
         found["network_falls"] = 0  # a line rate
-    known = {field.name: field.type for field in fields(Machine)}
+    known = get_type_hints(Machine)
     for figure in sorted(found.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
         if figure not in known:
             raise ValueError(f"{name}: {figure} is no figure of a machine{near}")
         raise ValueError(f"{name}: {figure} missing; `like: a100-80gb` takes it from another")
     for figure, value in found.items():
-        if known[figure] == "float" and not isinstance(value, int | float):
+        if known[figure] is float and not isinstance(value, int | float):
             raise ValueError(f"{name}: {figure} is {value!r}, and must be a number")
+        if (words := get_args(known[figure])) and isinstance(words[0], str) and value not in words:
+            raise ValueError(f"{name}: {figure} is {value!r}, and must be {' or '.join(words)}")
     return Machine(**found)
 
 

@@ -1,7 +1,8 @@
 """Searches all layouts of a model over GPUs: the fastest that fit, and why others are not chosen.
 
-Every legal layout is priced by a closed form, which takes 0.5 ms; the best are simulated. Where the
-form is too short, that costs simulations; where it is 5 % too long, a layout may be missed.
+Every legal layout is priced, which takes 0.5 ms and says how long its step takes at least. In this
+order they are simulated, until the next takes longer at least than the best take: so the search
+finds what simulating all would find.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
-from .cost import Prediction, PricedStep
+from .cost import PricedStep
 from .describe import Layout, Machine, Model, model_of
 
-MARGIN = 1.05  # simulated as long as the closed form is within this of the best
 NAMES = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
@@ -68,22 +68,20 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
                 yield layout
 
 
-def fastest(
-    priced: Iterable[tuple[float, PricedStep]], machine: Machine, top: int
-) -> list[Prediction]:
-    """The fastest steps that fit, simulated, fastest first; ``priced``: with their estimates."""
-    best: list[Prediction] = []
-    for cost, step in sorted(priced, key=lambda pair: pair[0]):
-        if len(best) >= top and cost > MARGIN * best[top - 1].seconds:
+def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
+    """The fastest steps that fit, fastest first."""
+    best: list[PricedStep] = []
+    for step in sorted(steps, key=lambda step: step.least_seconds):
+        if len(best) >= top and step.least_seconds > best[-1].seconds:
             break
-        if step.least_memory() < machine.memory_gb and (found := step.predict(False)).fits:
-            best = sorted([*best, found], key=lambda p: p.seconds)[: 2 * top]
-    return best[:top]
+        if step.fits:
+            best = sorted([*best, step], key=lambda step: step.seconds)[:top]
+    return best
 
 
 def search(
     model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: Any
-) -> tuple[list[Prediction], list[Layout]]:
+) -> tuple[list[PricedStep], list[Layout]]:
     """The fastest layouts that fit, fastest first, and all that may be worth trying on a better
     machine. Raises ValueError if none fits, with the one that needs least."""
     steps = [
@@ -101,20 +99,17 @@ def search(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
             f"--batch_size {-(-batch_size // gpus) * gpus} has some"
         )
-    priced = [(step.estimate(), step) for step in steps]
-    best = fastest(priced, machine, top)
+    best = fastest(steps, top)
     if not best:
-        some = (step.predict(False) for step in steps[:: max(1, len(steps) // 50)])
-        least = min(some, key=lambda p: p.memory_gb)
+        least = min(steps[:: max(1, len(steps) // 50)], key=lambda step: step.memory_gb)
         raise ValueError(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
-    again = [PricedStep(model, found.layout, machine).predict() for found in best]
-    return again, [step.layout for cost, step in priced if cost < 1.5 * best[0].seconds]
+    return best, [s.layout for s in steps if s.least_seconds < 1.5 * best[0].seconds]
 
 
-def neighbours(best: Prediction) -> Iterator[tuple[str, Prediction]]:
+def neighbours(best: PricedStep) -> Iterator[tuple[str, PricedStep]]:
     """Layouts that differ from it in one choice, and the choice."""
     at, seq = best.layout, best.model.seq
     for change in _changes(at):
@@ -127,7 +122,7 @@ def neighbours(best: Prediction) -> Iterator[tuple[str, Prediction]]:
         if other == at:
             continue
         try:
-            found = PricedStep(best.model, other, best.machine).predict()
+            found = PricedStep(best.model, other, best.machine)
         except ValueError:
             continue  # it cannot run
         yield " ".join(f"--{k} {v}" for k, v in change.items() if v is not None), found
@@ -146,7 +141,7 @@ def _changes(at: Layout) -> Iterator[dict[str, Any]]:
     yield from ({"schedule": name, "chunks": chunks} for name, chunks in KINDS[:3])
 
 
-def why(best: Prediction, other: Prediction) -> str:
+def why(best: PricedStep, other: PricedStep) -> str:
     """One clause: what is wrong with the other layout."""
     if not other.fits:
         worst = max(other.memory, key=lambda m: m.gib)
@@ -170,7 +165,7 @@ def why(best: Prediction, other: Prediction) -> str:
     return f"{ratio:.1%} slower: {reason}"
 
 
-def what_if(best: Prediction, near: list[Layout]) -> Iterator[str]:
+def what_if(best: PricedStep, near: list[Layout]) -> Iterator[str]:
     """Sentences: what would change the choice. The chosen layout competes, too."""
     machine, own = best.machine, options(best.layout)
     for label, change, times in (
@@ -180,12 +175,13 @@ def what_if(best: Prediction, near: list[Layout]) -> Iterator[str]:
         ("a batch of twice the size", {}, 2),
     ):
         other, batch = replace(machine, **change), times * best.layout.batch_size  # type: ignore[arg-type]
-        best_own, *steps = (
-            PricedStep(best.model, replace(layout, batch_size=batch), other)
-            for layout in (best.layout, *near)
+        found = fastest(
+            (PricedStep(best.model, replace(layout, batch_size=batch), other) for layout in near), 1
         )
-        found = fastest(((step.estimate(), step) for step in steps), other, 1)
-        first = min([best_own.predict(False), *found], key=lambda p: p.seconds)
+        if not found:
+            yield f"With {label}: none of these layouts fits."
+            continue
+        first = found[0]
         gain = times * best.seconds / first.seconds - 1
         chosen = options(first.layout)
         chosen = "the same layout" if chosen == own else chosen

@@ -31,7 +31,6 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
-    BORN,
     FORWARD,
     Action,
     Kind,
@@ -210,9 +209,11 @@ class Simulation:
         """The same seconds as a share of the work, the other definition: (n-1)/m for 1F1B."""
         return self.span * len(self.rows) / sum(self.busy) - 1
 
+    @cached_property
     def gaps(self) -> list[Gap]:
         """Every idle gap, with its causes, in the order of ranks and time."""
-        level, equal = self._without_messages(), self.equal()
+        work, equal = self.work, self.equal()
+        level = self.simulator.run(Work(work.seconds, recompute=work.recompute))  # no messages
         found = []
         for r, row in enumerate(self.rows):
             for timed, uneven, even in zip(row, level.rows[r], equal.rows[r], strict=True):
@@ -229,9 +230,14 @@ class Simulation:
                 found.append(Gap(r, self.updated[r], self.seconds, None, None, causes))
         return found
 
-    def _without_messages(self) -> Simulation:
-        work = self.work
-        return self.simulator.run(Work(work.seconds, recompute=work.recompute))
+    @cached_property
+    def idle(self) -> dict[str, float]:
+        """Idle seconds of a rank by cause, on average."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for gap in self.gaps:
+            for cause, part in gap.causes.items():
+                found[cause] += part / len(self.rows)
+        return dict(found)
 
     def equal(self) -> Simulation:
         """The same without messages, and every action takes as long as the mean of its kind."""
@@ -263,18 +269,6 @@ class Simulation:
                 at = row[k - 1] if k else None
         return path[::-1]
 
-    def peaks(self, held: Callable[[int], float]) -> list[float]:
-        """Per rank, the most bytes at once, if a micro-batch holds `held(s)` of stage s from its F
-        to the end of its B or W."""
-        found = []
-        for row in self.rows:
-            born = [(t, BORN[t.action.kind]) for t in row if BORN[t.action.kind]]
-            changes = sorted(
-                (t.start if more > 0 else t.end, more * held(t.action.stage)) for t, more in born
-            )
-            found.append(max(accumulate(size for _, size in changes)))
-        return found
-
 
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -286,16 +280,6 @@ def _split(idle: float, uneven: float, even: float) -> dict[str, float]:
     imbalance = min(idle - fill, max(uneven - even, 0))
     parts = {FILL: fill, IMBALANCE: imbalance, TRANSFER: idle - fill - imbalance}
     return {cause: part for cause, part in parts.items() if part > 0}
-
-
-def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[list[Timed]]:
-    """Per rank, its actions with start and end, from 0, if messages take no time: the ideal beside
-    which a measured timeline is drawn.
-
-    Raises:
-        ValueError: the schedule deadlocks.
-    """
-    return Simulator(schedule).run(Work(seconds)).rows
 
 
 def with_times(

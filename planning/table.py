@@ -41,7 +41,7 @@ SPELLINGS = {  # of columns, and of words in them
     "amp_bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
 SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
-MODEL = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "global_batch")
+SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "seq")
 
 Row = Mapping[str, str]
 
@@ -158,7 +158,10 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
     attention = "flash" if zero > 1 or model.gated_mlp else machine.attention
     loss = cells.word("loss", "fused" if zero > 1 else machine.loss, LOGITS)
-    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=attention, loss=loss)
+    nodes = replace(
+        machine, gpus_per_node=per, network_gbs=share, attention=attention,
+        loss=loss,  # type: ignore[arg-type]
+    )  # fmt: skip
     if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
         nodes = replace(nodes, balance="uniform", gathered="again")
     return model, layout, nodes
@@ -170,19 +173,16 @@ def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
     for k, row in enumerate(table, 1):
         try:
             model, layout, nodes = row_of(row, machine)
-            step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
+            step = PricedStep(model, layout, nodes, legal=False)
             cells = Cells(row)
             measured = {n: cells.measured(n) for n in ("seconds_per_step", "memory_gb")}
             fits = cells.fits()
         except ValueError as error:
             raise ValueError(f"row {k}: {error}") from None
-        settled = (
-            model.layers, model.hidden, model.heads, model.ffn, model.vocab, model.seq,
-            layout.gpus, layout.batch_size,
-        )  # fmt: skip
         found.append(
             {name: row.get(name, "") for name in COLUMNS} | measured
-            | dict(zip(MODEL, settled, strict=True)) | {
+            | {name: getattr(model, name) for name in SIZES} | {
+                "gpus": layout.gpus, "global_batch": layout.batch_size,
                 "fits": fits, "predicted_seconds": step.seconds,
                 "predicted_memory_gb": step.memory_gb, "predicted_fits": step.fits,
             }
@@ -205,7 +205,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     groups: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row["seconds_per_step"]:
-            key = tuple(row[name] for name in MODEL)
+            key = tuple(row[name] for name in (*SIZES, "gpus", "global_batch"))
             groups[key].append((row["seconds_per_step"], row["predicted_seconds"]))
     alike = [group for group in groups.values() if len(group) > 1]
     pairs = [(a, b) for group in alike for a, b in combinations(group, 2) if a[0] != b[0]]

@@ -19,7 +19,6 @@ import json
 import math
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,11 +29,11 @@ import yaml
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedules.catalogue import SCHEDULES, find
+from pipeline.schedules.catalogue import SCHEDULES, as_written, find
+from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Action
 from planning import search
-from planning.cost import WHOLE, Prediction, predict
-from planning.cost import simulator as prepared
+from planning.cost import PricedStep
 from planning.describe import (
     LINKS,
     NETWORKS,
@@ -170,7 +169,7 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     return model, machine(args.machine, args.network, args.link)
 
 
-def as_json(found: Prediction) -> dict[str, Any]:
+def as_json(found: PricedStep) -> dict[str, Any]:
     """The keys that docs/planning.md describes."""
     return {
         "seconds_per_step": found.seconds, "tokens_per_second": found.tokens_per_second,
@@ -182,7 +181,7 @@ def as_json(found: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def say_prediction(found: Prediction) -> None:
+def say_prediction(found: PricedStep) -> None:
     """Prints it."""
     layout, model = found.layout, found.model
     print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x "
@@ -213,7 +212,7 @@ def run_predict(args: argparse.Namespace) -> None:
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     cut = given.get("pp", 1) * given.get("tp", 1)
     dp = given.setdefault("dp", max(1, (args.gpus or 1) // cut))
-    found = predict(model, Layout(args.gpus or dp * cut, **given), where)
+    found = PricedStep(model, Layout(args.gpus or dp * cut, **given), where)
     print(json.dumps(as_json(found), indent=1)) if args.json else say_prediction(found)
 
 
@@ -278,9 +277,8 @@ def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
 def run_simulate(args: argparse.Namespace) -> None:
     """`simulate`."""
     n, m = args.stages, args.num_microbatches
-    simulator = prepared(args.schedule, n, m, args.chunks)
-    if args.early_gradients:
-        simulator = Simulator(find(args.schedule, args.chunks)(n, m))
+    make = find if args.early_gradients else as_written
+    simulator = Simulator(make(args.schedule, args.chunks)(n, m))
     ranks, times = simulator.ranks, dict[str, list[float]]()
     for name in PER_STAGE:
         dealt = per_stage(getattr(args, name), name, n, len(ranks) // n)
@@ -297,27 +295,23 @@ def run_simulate(args: argparse.Namespace) -> None:
         times["recompute"].__getitem__, times["exchange"].__getitem__, not args.exchange_after,
         per_stage(args.update, "update", n).__getitem__,
     ))  # fmt: skip
-    gaps, peaks = found.gaps(), found.peaks(times["activations"].__getitem__)
-    idle: defaultdict[str, float] = defaultdict(float)
-    for gap in gaps:
-        for cause, part in gap.causes.items():
-            idle[cause] += part / n
+    peaks = peak_alive(simulator.schedule, times["activations"].__getitem__)
     result: dict[str, Any] = {
         "seconds": found.seconds, "span": found.span, "bubble": found.bubble,
-        "bubble_over_work": found.bubble_over_work, "busy": found.busy, "idle": dict(idle),
+        "bubble_over_work": found.bubble_over_work, "busy": found.busy, "idle": found.idle,
         "peak_activations": peaks,
         "critical_path": [_event(timed) for timed in found.critical_path()],
         "gaps": [
             {"rank": gap.rank, "start": gap.start, "end": gap.end, "causes": gap.causes,
              "before": _named(gap.before), "waits_for": _named(gap.waits_for)}
-            for gap in gaps
+            for gap in found.gaps
         ],
     }  # fmt: skip
     if args.json:
         timeline = {"timeline": [[_event(timed) for timed in row] for row in found.rows]}
         print(json.dumps(result | timeline if args.timeline else result))
         return
-    whole = args.schedule in WHOLE and not args.early_gradients
+    whole = simulator.schedule != find(args.schedule, args.chunks)(n, m)
     how = ", whole backwards; our programs send gradients early: --early_gradients" if whole else ""
     print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n\n"
           f"step                {found.seconds:10.6g}\n"
@@ -325,10 +319,10 @@ def run_simulate(args: argparse.Namespace) -> None:
           f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
           f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank")  # fmt: skip
     print("\nIdle seconds of a rank, on average")
-    for cause, seconds in idle.items():
+    for cause, seconds in found.idle.items():
         print(f"  {cause:12} {seconds:10.6g}")
     print("\nThe longest gaps")
-    for gap in sorted(gaps, key=lambda gap: gap.start - gap.end)[:5]:
+    for gap in sorted(found.gaps, key=lambda gap: gap.start - gap.end)[:5]:
         waits = f", waits for {_named(gap.waits_for)}" if gap.waits_for else ""
         print(f"  rank {gap.rank}, from {gap.start:.6g} to {gap.end:.6g}: before "
               f"{_named(gap.before) or 'the end'}{waits}: {gap.cause}")  # fmt: skip

@@ -39,7 +39,7 @@ from torch import Tensor
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.schedule import Kind
 from planning import describe
-from planning.cost import GIB, Prediction, PricedStep
+from planning.cost import GIB, PricedStep
 from project.command_line import Parser
 from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
@@ -157,17 +157,12 @@ class Reported(Run):
         machine = self.machine.shared(gpus) if used.get("cores") else self.machine
         return PricedStep(model, layout, machine, legal=False)
 
-    @cached_property
-    def planned(self) -> Prediction | None:
-        """The planner's prediction."""
-        return self.priced.predict(explain=False) if self.priced else None
-
     def planned_memory(self) -> list[float]:
         """The planner's bytes of each rank; none of stages that are threads of one rank."""
         ranks = self.summary["world_size"]
-        if self.planned is None or ranks < self.shape[1]:
+        if self.priced is None or ranks < self.shape[1]:
             return []
-        stages = [held.gib * GIB for held in self.planned.memory]
+        stages = [held.gib * GIB for held in self.priced.memory]
         return [stages[r // self.shape[2] % len(stages)] for r in range(ranks)]
 
     def shown(self, metric: str) -> str:

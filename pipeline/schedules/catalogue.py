@@ -61,13 +61,22 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     return own
 
 
+def as_written(name: str, chunks: int | None = None) -> BuildSchedule:
+    """The schedule called ``name`` as its function makes it: backwards are whole unless it splits
+    them, as in other trainers.
+
+    Raises ValueError like `chunks_of`.
+    """
+    chunks = chunks_of(name, chunks)
+    return partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
+
+
 def find(name: str, chunks: int | None = None) -> BuildSchedule:
     """The schedule called ``name``, a function of the numbers of ranks and micro-batches.
 
     Raises ValueError like `chunks_of`.
     """
-    chunks = chunks_of(name, chunks)
-    make = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
+    make = as_written(name, chunks)
     return make if name == "sequential" else lambda *size: early(make(*size))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
 from .schedule import BORN, Action, Schedule, clock_table, stage_ranks
 
 
-def peak_alive(schedule: Schedule) -> list[int]:
+def peak_alive(schedule: Schedule, held: Callable[[int], float] = lambda _: 1) -> list[float]:
     """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
-    once for each of its stages."""
-    return [max(accumulate(BORN[a.kind] for a in actions)) for actions in schedule]
+    once for each of its stages; or the most bytes, if one of stage s has ``held(s)``."""
+    return [
+        max(accumulate(BORN[kind] * held(stage) for kind, stage, _ in actions))
+        for actions in schedule
+    ]
 
 
 def bubble(schedule: Schedule) -> Fraction:

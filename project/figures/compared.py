@@ -174,7 +174,7 @@ class Compared:
         """Per worker, every measured gap, with the causes of the predicted one in its place."""
         causes: defaultdict[tuple[int, Action | None], dict[str, float]] = defaultdict(dict)
         waits_for = {}
-        for gap in self.predicted.gaps():  # at the end there may be two, of different causes
+        for gap in self.predicted.gaps:  # at the end there may be two, of different causes
             causes[gap.rank, gap.before] |= gap.causes
             waits_for[gap.rank, gap.before] = gap.waits_for
         rows = rows_of(self.events, len(self.ranks))

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from planning import calibrate
-from planning.cost import group
 from planning.describe import machine
+from planning.passes import group
 
 
 def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert nprocs == args[2] == 2
         figures = {
             "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "kernel": 2e-6,
-            "sums": measured, "peak": 0.3,
+            "sums": measured, "skew": 0.1, "peak": 0.3,
         }  # fmt: skip
         Path(args[1]).write_text(json.dumps(figures))
 
@@ -35,7 +35,7 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     mine = machine(str(path))
     assert mine.per_second("fp32") == pytest.approx(60e9)
     assert mine.memory_per_second == pytest.approx(10e9)
-    assert (mine.gpus_per_node, mine.reserve_gb, mine.kernel_us) == (2, 0.3, 2.0)
+    assert (mine.gpus_per_node, mine.reserve_gb, mine.kernel_us, mine.skew) == (2, 0.3, 2.0, 0.1)
     predicted = [group(mine, 2, 1).reduce(1024 * size) for size in calibrate.MESSAGES]
     assert predicted == pytest.approx(measured, rel=0.01)
     # Four ranks on two cores compute and copy in turns, each half as fast.

@@ -150,31 +150,24 @@ def test_gradients_are_exchanged_during_the_last_backward_or_after_it() -> None:
     assert hidden.seconds == 3 * (F + B) + 1
     longer = one.run(Work(times, exchange=lambda _: 20))
     assert longer.seconds == 3 * (F + B) + 20 - B
-    assert [gap.causes for gap in longer.gaps()] == [{EXCHANGE: 5}]
+    assert [gap.causes for gap in longer.gaps] == [{EXCHANGE: 5}]
 
 
 def test_every_gap_says_what_it_waits_for() -> None:
     """Equal stages without messages wait for the fill alone; messages and a slow stage come on top,
     and the causes of all gaps add up to all idle time."""
     n, m = 4, 8
-    assert {c for gap in run("1f1b", n, m, 0).gaps() for c in gap.causes} == {FILL}
+    assert {c for gap in run("1f1b", n, m, 0).gaps for c in gap.causes} == {FILL}
     slow = with_times([F, F, 2 * F, F], [HALF] * n, [W] * n)
     uneven = Simulator(one_f_one_b(n, m)).run(Work(slow))
-    assert {c for gap in uneven.gaps() for c in gap.causes} == {FILL, IMBALANCE}
+    assert {c for gap in uneven.gaps for c in gap.causes} == {FILL, IMBALANCE}
     found = Simulator(one_f_one_b(n, m)).run(Work(slow, lambda _: C))
-    gaps = found.gaps()
+    gaps = found.gaps
     assert {c for gap in gaps for c in gap.causes} == {FILL, IMBALANCE, TRANSFER}
     assert all(sum(gap.causes.values()) == pytest.approx(gap.end - gap.start) for gap in gaps)
     assert sum(gap.end - gap.start for gap in gaps) == n * found.span - sum(found.busy)
     waiting = next(gap for gap in gaps if gap.rank == 1)
     assert (waiting.waits_for, waiting.cause) == (Action(Kind.FORWARD, 0, 0), FILL)
-
-
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_the_peak_of_memory(n: int, m: int) -> None:
-    """1F1B: stage s holds min(m, n - s) micro-batches; GPipe: all."""
-    assert run("1f1b", n, m).peaks(lambda _: 1) == [min(m, n - s) for s in range(n)]
-    assert run("gpipe", n, m).peaks(lambda s: s + 1) == [m * (s + 1) for s in range(n)]
 
 
 def test_a_deadlock_is_named() -> None:

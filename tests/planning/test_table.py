@@ -120,7 +120,7 @@ def test_embedding_and_head_may_count_as_a_block_each(layers: int, chunks: int) 
     assert (layout.schedule, layout.chunks) == ("interleaved", chunks)
     blocks, each = blocks_of_stages(model, layout, nodes), (layers + 2) // (ranks * chunks)
     assert blocks == [each - 1, *[each] * (ranks * chunks - 2), each - 1]
-    assert PricedStep(model, layout, nodes, legal=False).predict().seconds > 0
+    assert PricedStep(model, layout, nodes, legal=False).seconds > 0
 
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason=f"no tables of measured runs in {TABLES}")

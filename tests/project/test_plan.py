@@ -74,6 +74,7 @@ def test_the_commands_of_the_documentation(
     assert (again["memory_limit_gb"], again["fits"]) == (10, False)
     for text, message in (
         ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number"),
+        ("like: a100-80gb\nloss: chunked", "loss is 'chunked', and must be fused or plain"),
         (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
         (
             "like: a100-80gb\nmemori_gb: 10",

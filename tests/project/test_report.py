@@ -197,7 +197,7 @@ def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_the_planner_predicts(course: Path) -> None:
     runs = [report.Reported(course / "pp", machine("a100-80gb"))]
-    (planned,) = [run.planned for run in runs]
+    (planned,) = [run.priced for run in runs]
     assert planned is not None and planned.layout.pp == 2 and planned.layout.micro_batch == 2
     text = text_of(report.render(runs, PAGE / "report.html"))
     error = 100 * (planned.seconds / runs[0].seconds - 1)

@@ -13,7 +13,7 @@ from pipeline.pipe import _clock_cycles
 from pipeline.schedules import catalogue, chunks, printed
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
-from planning.simulate import simulate
+from planning.simulate import Simulator, Work
 
 GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]
 ONE_CLOCK = {"F": 1, "I": 1, "W": 1, "B": 2}
@@ -22,8 +22,7 @@ OF_A_BLOCK = {"F": 20, "I": 26, "W": 17, "B": 43}  # of GPT-2, as measured on a 
 
 def clocks(schedule: sched.Schedule, each: dict[str, int] = ONE_CLOCK) -> float:
     """How long a step takes if its actions take so long."""
-    rows = simulate(schedule, lambda a: each[a.kind.value])
-    return max(timed.end for row in rows for timed in row)
+    return Simulator(schedule).run(Work(lambda action: each[action.kind.value])).span
 
 
 @pytest.mark.a4_2_1
@@ -76,6 +75,8 @@ def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     for name in catalogue.ONE_EACH:
         held = [cost.held_microbatches(name, n, m, s) for s in range(n)]
         assert printed.peak_alive(catalogue.find(name)(n, m)) == held
+    weighted = printed.peak_alive(sched.gpipe(n, m), lambda s: s + 1)
+    assert weighted == [m * (s + 1) for s in range(n)]
     bubble = cost.pipeline_bubble(n, m)
     assert printed.bubble(sched.gpipe(n, m)) == printed.bubble(sched.one_f_one_b(n, m)) == bubble
     assert printed.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)

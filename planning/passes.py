@@ -1,0 +1,203 @@
+"""What a pass over some layers costs, in seconds of the GPU and of the host, and what it holds.
+
+Idea. The work of a block is a list of kernels. A matrix product takes as long as its arithmetic or
+its bytes, whichever is longer; everything else takes as long as its bytes. The host starts kernels
+one by one, so that a pass takes as long as the GPU's work or the host's, whichever is longer.
+Collectives are rings.
+
+The model and its constants are explained in docs/planning.md, and what it leaves out.
+
+Glossary: t tokens of a micro-batch, h width, f width of the MLP, v vocabulary, s sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .describe import BYTES, Layout, Machine, Model
+
+FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
+LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
+UNFUSED_SOFTMAX = 8  # more of them: mask, scale and softmax apart, and to fp32 and back
+SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
+
+
+class Pass(NamedTuple):
+    """Seconds of the GPU by purpose, and of the host, in one pass over some layers."""
+
+    products: float = 0  # matrix products
+    attention: float = 0
+    elementwise: float = 0  # norms, dropout, residuals, activations, the loss, adding gradients
+    tensor: float = 0  # collectives of tensor parallelism
+    host: float = 0  # starting kernels and collectives
+    gathering: float = 0  # collectives of ZeRO-2 and 3 that do not overlap
+
+    def plus(self, other: Pass, times: float = 1) -> Pass:
+        """The sum of this and some of the other."""
+        return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def with_waits(self, skew: float) -> Pass:
+        """With the wait for the last rank of tensor parallelism."""
+        return self._replace(tensor=self.tensor + skew * (self.device - self.tensor))
+
+    @property
+    def device(self) -> float:
+        """Seconds of the GPU."""
+        return self.products + self.attention + self.elementwise + self.tensor
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole pass."""
+        longer, shorter = max(self.device, self.host), min(self.device, self.host)
+        overlapped = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP) if longer else 0.0
+        return overlapped + self.gathering
+
+
+class Group(NamedTuple):
+    """Ranks that work together: how many, how many of them in a node, and the links they have."""
+
+    size: int
+    inside: int
+    bandwidth: float  # bytes per second of the slowest link of a ring
+    link: float  # seconds of a message inside a node
+    network: float  # and between nodes
+
+    def scatter(self, size: float) -> float:
+        """Seconds of a reduce-scatter or all-gather of ``size`` bytes, by a ring."""
+        if self.size == 1:
+            return 0.0
+        nodes = self.size // self.inside
+        hops = (self.size - nodes) * self.link + (nodes if nodes > 1 else 0) * self.network
+        return size * (self.size - 1) / self.size / self.bandwidth + hops
+
+    def reduce(self, size: float) -> float:
+        """Seconds of an all-reduce of ``size`` bytes, by a ring."""
+        return 2 * self.scatter(size)
+
+
+def group(machine: Machine, size: int, stride: int) -> Group:
+    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it."""
+    per_node = machine.gpus_per_node
+    inside = max(1, min(size, per_node // stride))
+    while size % inside:
+        inside -= 1
+    bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
+    if inside < size:
+        network = machine.network_gbs * 1e9 * machine.network_efficiency * inside / per_node
+        network *= (2 * inside / size) ** machine.network_falls
+        bandwidth = min(bandwidth, network) if inside > 1 else network
+    return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
+
+
+class Passes(NamedTuple):
+    """Those of some layers over one micro-batch."""
+
+    forward: Pass
+    backward: Pass
+    weights: Pass  # the part of backward that computes gradients of weights
+
+
+class Costs(NamedTuple):
+    """The passes of a block, and of the head."""
+
+    block: Passes
+    head: Passes
+
+
+def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
+    """What a micro-batch costs on one of the tp ranks of a stage."""
+    tp, size, s = layout.tp, BYTES[layout.precision], model.seq
+    b, h, f = layout.micro_batch, model.hidden, model.ffn
+    t = b * s
+    rate, memory = machine.per_second(layout.precision), machine.memory_per_second
+    kernel = machine.kernel_us * 1e-6
+
+    def product(m: int, n: int, k: int, batch: int = 1) -> float:
+        moved = size * batch * (m * n + m * k + n * k)
+        return max(2.0 * batch * m * n * k / rate, moved / memory) + kernel
+
+    heads = -(-model.heads // tp)  # of the rank with the most
+    wide, narrow = h // model.heads * heads, -(-f // tp)
+    up = (1 + model.gated_mlp) * narrow
+    queries_keys_values = wide + 2 * round(wide * model.kv_share)
+    shapes = [(h, queries_keys_values), (wide, h), (h, up), (narrow, h)]  # features in, out
+    forward = sum(product(t, n, k) for k, n in shapes)
+    weights = sum(product(n, k, t) for k, n in shapes)
+    inputs = sum(product(t, k, n) for k, n in shapes)
+    launches = LAUNCHES
+    if machine.attention == "flash":
+        attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
+        attention = (attend, 2.5 * attend)
+    else:  # with all scores in memory: two products, softmax, dropout; twice as many backward
+        if b * heads % 4:  # Megatron-LM's kernel for softmax takes four matrices at a time
+            launches += UNFUSED_SOFTMAX
+        scores = b * heads * s * s
+        one = product(s, s, h // model.heads, b * heads)
+        attention = (2 * one + 4.5 * size * scores / memory, 4 * one + 5.5 * size * scores / memory)
+    # Bytes per token: norms, dropout and residuals; what lies between the matrices.
+    shared = 11 * size * h / (tp if layout.sequence_parallel else 1)
+    own = size * (6 * h + (5 if model.gated_mlp else 2) * f) / tp
+    passed = t * (shared + own) / memory + 8 * kernel
+    gradient = gradient_bytes(layout)
+    added = (size + 2 * gradient) / tp / memory  # seconds to add a parameter's gradient
+    ring = group(machine, tp, 1)
+    exchanged = 2 * ring.reduce(size * t * h) if tp > 1 else 0.0
+    host = machine.host_us * 1e-6
+    collective = (2 if tp > 1 else 0) * machine.collective_us * 1e-6
+    start = launches * host + collective
+    there = Pass(forward, attention[0], passed, exchanged, start)
+    back = Pass(
+        inputs + weights, attention[1], 2 * passed + model.block * added, exchanged,
+        2 * launches * host + collective,
+    )  # fmt: skip
+    if layout.recompute == "always":
+        back = back.plus(there)
+        if layout.zero > 1:  # torch's stops at the last tensor that backward needs
+            back = back.plus(Pass(product(t, h, narrow)), -1)
+    elif layout.recompute == "selective" and machine.attention != "flash":
+        back = back.plus(Pass(attention=attention[0]))
+    elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
+        back = back.plus(Pass(forward / 2, 0, passed, 0, launches * host / 2))
+    v = -(-model.vocab // tp)
+    logits = t * v / memory  # seconds per byte of a logit
+    # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
+    head = Passes(
+        Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host + collective / 2),
+        Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
+             exchanged / 2, 2 * LAUNCHES * host + collective / 2),
+        Pass(product(h, v, t), host=LAUNCHES * host / 2),
+    )  # fmt: skip
+    return Costs(Passes(there, back, Pass(weights, host=LAUNCHES * host)), head)
+
+
+def gradient_bytes(layout: Layout) -> int:
+    """Of a parameter's gradient: bf16's are summed in fp32."""
+    return 2 if layout.precision == "fp16" else 4
+
+
+def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float, float]:
+    """Bytes that a block holds for the backward of a micro-batch, those of its input alone, and
+    those of the gradients of its products, which wait for the half of backward for weights."""
+    t, tp, size = layout.micro_batch * model.seq, layout.tp, BYTES[layout.precision]
+    shared = tp if layout.sequence_parallel else 1
+    unfused = machine.attention != "flash"
+    # Inputs of both norms, masks of dropout, and what the norms give to the matrices.
+    outside = (2 * size + 2 * unfused) * model.hidden / shared
+    outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
+    # q k v and the heads' output; of the MLP what its last product and its activation need. With
+    # gated MLPs nanotron's runs held more, as much as q and k and the gate once again.
+    gated = model.gated_mlp
+    copies = gated and layout.zero < 2 and machine.gathered == "kept"
+    heads = (3 if copies else 2) * (1 + model.kv_share) * model.hidden
+    inside = size * (heads + (2 + 2 * gated + copies) * model.ffn) / tp
+    if layout.recompute == "selective" and layout.zero > 1:
+        # torch's keeps every other product, of q k v, output, up, gate, down: q, v, up and, if
+        # gated, down; the heads' output, and the block's input.
+        inside = size * ((2 + model.kv_share) * model.hidden + model.ffn) / tp
+        outside = (1 + gated) * size * model.hidden / shared
+    scores = 0.0
+    if unfused and layout.recompute != "selective":
+        scores = (2 * size + 1) * model.heads * model.seq / tp
+    late = size * ((1 + 2 * model.kv_share) * model.hidden + (1 + gated) * model.ffn) / tp
+    late += size * 2 * model.hidden
+    return t * (outside + inside + scores), t * size * model.hidden / shared, t * late
