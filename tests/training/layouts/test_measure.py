@@ -25,5 +25,6 @@ def test_what_the_layers_are_where_a_block_has_several() -> None:
     """GPT-2 says how many blocks it has, VGG nothing."""
     gpt2: Any = SimpleNamespace(blocks=[3, 3])
     vgg: Any = SimpleNamespace(blocks=[1] * 16)
-    assert layers_in_words(gpt2, [4, 2]) == "layers per stage: 4 | 2 (embedding, halves of blocks, head)"
+    kinds = " (embedding, halves of blocks, head)"
+    assert layers_in_words(gpt2, [4, 2]) == f"layers per stage: 4 | 2{kinds}"
     assert layers_in_words(vgg, [9, 7]) == "layers per stage: 9 | 7"
