@@ -85,7 +85,7 @@ def code_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 3883), ("run_pipeline", 5172), ("train", 8153)]
+    ("program", "code"), [("run_data_parallel", 3935), ("run_pipeline", 5172), ("train", 8153)]
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     path = ROOT / "project" / f"{program}.py"
