@@ -46,12 +46,16 @@ def parse_options(
     line = underscored(sys.argv[1:] if argv is None else argv)
     strategy = next((word for word in line if word in kind.PAGES), "")
     parser = make_parser(kind, description, strategy)
-    typed = {word.partition("=")[0]: None for word in line}  # a set that keeps its order
+    pairs = [word.partition("=") for word in line]
+    after = [*line[1:], ""]  # where a word has no value of its own
+    typed = {name: value or later for (name, _, value), later in zip(pairs, after, strict=False)}
     if {"--n_epochs", "--num_batches"} <= typed.keys():
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     for name, others in ALIASES.items():
-        if len(both := [word for word in typed if word in (name, *others)]) > 1:
-            parser.error(f"{' and '.join(both)} are two names of one option: leave one out")
+        both = {word: value for word, value in typed.items() if word in (name, *others)}
+        if len(set(both.values())) > 1:
+            said = " ".join(f"{word} {value}" for word, value in both.items())
+            parser.error(f"{said}: two names of one option; leave one out")
     files = getattr(parser.parse_args(line), "config", [])
     words = [word for path in files for word in words_of_file(parser, path)]
     found = vars(parser.parse_args([*words, *line]))  # what comes later wins

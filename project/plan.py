@@ -338,6 +338,8 @@ def _event(timed: Timed) -> list[Any]:
 
 def run_calibrate(args: argparse.Namespace) -> None:
     """`calibrate`."""
+    if not (folder := args.output.absolute().parent).is_dir():  # said before a minute's work
+        raise ValueError(f"--output {args.output}: there is no folder {folder}; make it first")
     from planning.calibrate import calibrate  # torch takes seconds to import
 
     found = calibrate()

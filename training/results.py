@@ -221,7 +221,8 @@ class Results:
         if history := self.history[self.resumed :]:  # an epoch that was begun is not this run's
             seconds, speeds = zip(*(history[1:] or history), strict=True)
             which = "per epoch, without the first" if len(history) > 1 else "the epoch"
-            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
+            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}")
+        self.say("")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
 

@@ -63,8 +63,8 @@ dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision
 dp --schedule zb => there is no such option
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d; is it ddp?;
 dp --n_epochs 2 --num_batches=3 => leave one out;
-train ddp --num_workers 3 --world_size=2 => leave one out;
-pp --accumulation_steps 2 --n_chunk=2 => leave one out;
+train ddp --num_workers 3 --world_size=2 => two names of one option; leave one out;
+pp --accumulation_steps 2 --n_chunk=3 => two names of one option; leave one out;
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
 pp ONE --recompute except_last => nothing would be recomputed; --recompute always works

@@ -14,6 +14,7 @@ from project.plan import main
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("calibrate --output /no/such/m.yaml", "there is no folder /no/such; make it first"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("predict --model gpt --batch_size 8", "--model gpt: it must be gpt2-mini or gpt2 or"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),

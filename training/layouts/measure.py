@@ -55,7 +55,7 @@ def stage_sizes(
     return world.from_main(sizes)
 
 
-def layers_in_words(task: TrainingTask, cut: Sequence[int]) -> str:
+def cut_in_words(task: TrainingTask, cut: Sequence[int]) -> str:
     """The layers per stage, and what they are if a block, which `describe` counts, has several."""
     layers = " (embedding, halves of blocks, head)" if max(task.blocks) > 1 else ""
     return f"layers per stage: {' | '.join(map(str, cut))}{layers}"

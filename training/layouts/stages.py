@@ -23,7 +23,7 @@ from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
 from .layout import Piece, Setup, whole
-from .measure import layers_in_words, stage_sizes
+from .measure import cut_in_words, stage_sizes
 from .tensor import MeshLayout, everyone
 
 
@@ -71,7 +71,7 @@ class Staged(MeshLayout):
         )  # fmt: skip
         self.modules = [self.pipe.module]
         if len(ranks) > 1:
-            self.description = layers_in_words(task, self.cut)
+            self.description = cut_in_words(task, self.cut)
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones

@@ -29,7 +29,7 @@ from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
-from .measure import layers_in_words, split_by, stage_sizes
+from .measure import cut_in_words, split_by, stage_sizes
 
 
 class _InOneProcess(LaidOutModel):
@@ -88,7 +88,7 @@ class StagesInThreads(_InOneProcess):
         )  # fmt: skip
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
-        self.description = f"{layers_in_words(task, self.cut)} on {where}"
+        self.description = f"{cut_in_words(task, self.cut)} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         of_stages = enumerate(self.pipe.stage_parameters())
         self.optimizers = [setup.optimizer(ps, stage) for stage, ps in of_stages]

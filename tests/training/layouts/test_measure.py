@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from training.layouts.measure import layers_in_words, sizes_as_asked, split_by
+from training.layouts.measure import cut_in_words, sizes_as_asked, split_by
 
 
 def test_sizes_of_stages() -> None:
@@ -25,6 +25,7 @@ def test_what_the_layers_are_where_a_block_has_several() -> None:
     """GPT-2 says how many blocks it has, VGG nothing."""
     gpt2: Any = SimpleNamespace(blocks=[3, 3])
     vgg: Any = SimpleNamespace(blocks=[1] * 16)
-    kinds = " (embedding, halves of blocks, head)"
-    assert layers_in_words(gpt2, [4, 2]) == f"layers per stage: 4 | 2{kinds}"
-    assert layers_in_words(vgg, [9, 7]) == "layers per stage: 9 | 7"
+    assert (
+        cut_in_words(gpt2, [4, 2]) == "layers per stage: 4 | 2 (embedding, halves of blocks, head)"
+    )
+    assert cut_in_words(vgg, [9, 7]) == "layers per stage: 9 | 7"
