@@ -36,7 +36,7 @@ from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
-from tests.ranks import sharing
+from tests.ranks import end_groups, sharing
 from training.launch.world import World, gather_over_ranks
 from training.layouts.layout import LaidOutModel, Setup
 from training.loop import recipe_of, seeded, train
@@ -205,6 +205,7 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
     by_rank = gather_over_ranks((compare(found, wanted, reference, rank), sizes), world)
+    end_groups()  # of the row
     worst = {kind: largest([differences[kind] for differences, _ in by_rank]) for kind in KINDS}
     kind = max(KINDS, key=lambda kind: worst[kind].value)
     if lacking := missing([sizes for _, sizes in by_rank], reference):

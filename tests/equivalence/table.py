@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from runtime.mesh import Mesh, make_mesh
+from runtime.mesh import make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
@@ -119,7 +119,7 @@ def mesh(
     """dp x pp x tp ranks, layers cut unevenly."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        places = _mesh(dp, pp, tp)
+        places = make_mesh(dp, pp, tp, 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         if zero == 3:
             return Sharded(task, world, setup, 3, places, sequence_parallel, **how)
@@ -130,11 +130,6 @@ def mesh(
         )  # fmt: skip
 
     return build
-
-
-@cache
-def _mesh(dp: int, pp: int, tp: int) -> Mesh:
-    return make_mesh(dp, pp, tp, 60.0)
 
 
 def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
