@@ -1,20 +1,29 @@
-"""Fixtures that more than one package's tests use."""
+"""Fixtures that more than one package's tests use.
+
+Only what runs tests imports torch, and not the process that hands them out to workers.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from xdist.scheduler import LoadFileScheduling
 
 from tests.device import guard
 from tests.device.session import Device
-from tests.ranks import Ranks
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
+
+# The threads of an operator wait for each other asleep. By default they spin, which takes the cores
+# from the other worker's tests. OpenMP reads this once, when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Their tests wait for programs that start from nothing, as users start them.
 WAITING = ("test_faults.py", "test_notice.py", "test_failures.py", "test_tutorial.py")
@@ -47,41 +56,55 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices
 
 def pytest_collection_finish() -> None:
     """What the libraries hold stays, and is not searched for garbage any more. Tensors are small:
-    a second thread would only spin."""
+    a second thread would only wait."""
+    import torch
+
     gc.freeze()
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def _two_ranks() -> Iterator[list[Ranks]]:
-    worlds = [Ranks(2)]
+def _worlds() -> Iterator[dict[int, Ranks]]:
+    """By the number of ranks."""
+    worlds: dict[int, Ranks] = {}
     yield worlds
-    worlds[0].close()
+    for world in worlds.values():
+        world.close()
 
 
 @pytest.fixture
-def ranks(_two_ranks: list[Ranks]) -> Ranks:
-    """Two ranks with a gloo process group; made anew after a test in which one failed."""
-    if _two_ranks[0].broken:
-        _two_ranks[0].close()
-        _two_ranks[0] = Ranks(2)
-    return _two_ranks[0]
+def world_of(_worlds: dict[int, Ranks]) -> Callable[[int], Ranks | None]:
+    """The world of so many ranks with a gloo process group, started when it is first asked for, and
+    anew after a test in which one failed; None for one process."""
+
+    def world(n: int) -> Ranks | None:
+        from tests.ranks import Ranks
+
+        if n in _worlds and _worlds[n].broken:
+            _worlds.pop(n).close()
+        if n > 1 and n not in _worlds:
+            _worlds[n] = Ranks(n)
+        return _worlds.get(n)
+
+    return world
 
 
-@pytest.fixture(scope="session")
-def three_ranks() -> Iterator[Ranks]:
-    """Three ranks: sums whose order matters, and parts that are not halves."""
-    world = Ranks(3)
-    yield world
-    world.close()
+@pytest.fixture
+def ranks(world_of: Callable[[int], Ranks]) -> Ranks:
+    """Two ranks."""
+    return world_of(2)
 
 
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    """Four ranks: two axes of two."""
-    world = Ranks(4)
-    yield world
-    world.close()
+@pytest.fixture
+def three_ranks(world_of: Callable[[int], Ranks]) -> Ranks:
+    """Sums whose order matters, and parts that are not halves."""
+    return world_of(3)
+
+
+@pytest.fixture
+def four_ranks(world_of: Callable[[int], Ranks]) -> Ranks:
+    """Two axes of two."""
+    return world_of(4)
 
 
 @pytest.fixture(scope="session")
@@ -101,13 +124,6 @@ def device(_devices: list[Device]) -> Device:
         _devices[0].close()
         _devices[0] = Device()
     return _devices[0]
-
-
-@pytest.fixture
-def world_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks | None]:
-    """The world of so many ranks, started when it is asked for; None for one process."""
-    names = {2: "ranks", 3: "three_ranks", 4: "four_ranks"}
-    return lambda n: None if n == 1 else request.getfixturevalue(names[n])
 
 
 @pytest.fixture

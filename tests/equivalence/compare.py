@@ -30,14 +30,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
-from tests.ranks import sharing
+from tests.ranks import end_groups, sharing
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.loop import seeded, train
@@ -195,7 +194,7 @@ def rectangles(
 
 def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: torch.dtype) -> Result:
     """Trains a row and compares it; all ranks call this together and get the same result."""
-    begin, failure, before = time.perf_counter(), "", groups()
+    begin, failure = time.perf_counter(), ""
     found, bound = trained(row, world, dtype, n_steps), BOUNDS[dtype] * max(1.0, n_steps / 10)
     if row.beside == "one process":
         wanted = same_places(reference, found)
@@ -207,8 +206,7 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
     by_rank = world.gather((compare(found, wanted, reference, rank), sizes))
-    for group in groups()[len(before) :]:  # no rank uses them any more
-        dist.destroy_process_group(group)
+    end_groups()  # of the row
     worst = {kind: largest([differences[kind] for differences, _ in by_rank]) for kind in KINDS}
     kind = max(KINDS, key=lambda kind: worst[kind].value)
     if lacking := missing([sizes for _, sizes in by_rank], reference):
@@ -218,12 +216,6 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     return Result(
         row.name, n_steps, bound, **worst, failure=failure, seconds=time.perf_counter() - begin
     )
-
-
-def groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank, in the order in which they were made. Each of NCCL's that
-    has been used keeps memory of the GPU, some in the hundreds of megabytes."""
-    return list(dist.distributed_c10d._world.pg_map)
 
 
 def where(key: Key) -> str:
