@@ -35,7 +35,7 @@ from project.figures.recorded import Run
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10
 MICRO = 4  # sequences of a micro-batch; of those of a pipeline, 8
-AGAIN = 3  # rows after which the computer is measured again: its speed drifts
+AGAIN = 6  # rows after which the computer is measured again: its speed drifts
 COMMON = (
     f"--model gpt2-mini --n_layer {LAYERS} --n_embd {WIDTH} --n_head {HEADS} --batch_size {BATCH} "
     f"--model_max_length {LENGTH} --num_batches {STEPS} --dropout 0 --keep 0 --benchmark_only "

@@ -12,7 +12,8 @@ All cores measure the same at once, since ranks share their memory and their clo
                         share of the work: from one product and from five before an all-reduce
     memory              of a process that has imported what a rank imports
 
-Under a minute. The figures mean nothing on a busy machine.
+Each is the median of rounds that take turns. Under a minute. The figures mean nothing on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from runtime.ranks import Ranks
 BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
 MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
 MOST = 8  # processes
+ROUNDS = 5  # the speed of a shared machine drifts by a third within seconds
 
 
 def seconds(work: Callable[[], object], at_least: float = 0.1) -> float:
@@ -91,19 +94,10 @@ def _kernel() -> float:
     return seconds(mlp) / 18
 
 
-def _measure(rank: int, store: str, path: str, ranks: int) -> None:
-    """One of the ranks: rank 0 writes the figures."""
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401 (what a rank imports)
-
-    if cores := core_slice(rank, ranks):
-        os.sched_setaffinity(0, cores)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+def _figures(group: Ranks, vector: torch.Tensor) -> dict[str, float]:
+    """What the docstring of the module lists, measured once on one of the ranks."""
     blocks = [_block(*block) for block in BLOCKS]
-    vector = torch.randn(1 << 24)
-    added, kernel = seconds(lambda: vector.add_(1.0)), _kernel()
-    group = Ranks(dist.group.WORLD)
+    added = seconds(lambda: vector.add_(1.0))
     x, y = torch.randn(256, 512), torch.randn(512, 512)  # a product of a millisecond or two
     alone = seconds(lambda: x @ y)
 
@@ -118,15 +112,28 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
         return (time.perf_counter() - begin) / 100
 
     skew = max(0.0, (exchanged(1, 5) - exchanged(1)) / (4 * alone) - 1)
-    sums = [exchanged(kib) - (1 + skew) * alone for kib in MESSAGES]
     flops, products, moved, others = map(sum, zip(*blocks, strict=True))
+    return {
+        "best": max(block[0] / block[1] for block in blocks), "flops": flops / products,
+        "added": 2 * vector.nbytes / added, "moved": moved / others, "kernel": _kernel(),
+        "skew": skew, **{f"{kib} KiB": exchanged(kib) - (1 + skew) * alone for kib in MESSAGES},
+    }  # fmt: skip
+
+
+def _measure(rank: int, store: str, path: str, ranks: int) -> None:
+    """One of the ranks: rank 0 writes the medians."""
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401 (what a rank imports)
+
+    if cores := core_slice(rank, ranks):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+    group, vector = Ranks(dist.group.WORLD), torch.randn(1 << 24)
+    rounds = [_figures(group, vector) for _ in range(ROUNDS)]
     if rank == 0:
-        found = {
-            "best": max(block[0] / block[1] for block in blocks), "flops": flops / products,
-            "added": 2 * vector.nbytes / added, "moved": moved / others, "kernel": kernel,
-            "sums": sums, "skew": skew,
-            "peak": peak / (2**30 if sys.platform == "darwin" else 2**20),
-        }  # fmt: skip
+        found = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        found["peak"] = peak / (2**30 if sys.platform == "darwin" else 2**20)
         Path(path).write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
@@ -141,7 +148,7 @@ def calibrate() -> dict[str, Any]:
         found = json.loads(result.read_text("utf-8"))
     # A ring sends 2 (n-1) / n bytes for each that is summed, over 2 (n-1) hops.
     sizes = 1024.0 * np.array(MESSAGES) * 2 * (ranks - 1) / ranks
-    slope, latency = np.polyfit(sizes, found["sums"], 1)
+    slope, latency = np.polyfit(sizes, [found[f"{kib} KiB"] for kib in MESSAGES], 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     hop = max(float(latency), 1e-6) / (2 * (ranks - 1))
     return {

@@ -24,8 +24,10 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert nprocs == args[2] == 2
         figures = {
             "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "kernel": 2e-6,
-            "sums": measured, "skew": 0.1, "peak": 0.3,
+            "skew": 0.1, "peak": 0.3,
         }  # fmt: skip
+        sums = zip(calibrate.MESSAGES, measured, strict=True)
+        figures |= {f"{kib} KiB": took for kib, took in sums}
         Path(args[1]).write_text(json.dumps(figures))
 
     monkeypatch.setattr(calibrate, "spawn", spawn)
