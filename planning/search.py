@@ -1,8 +1,8 @@
 """Searches all layouts of a model over GPUs: the fastest that fit, and why others are not chosen.
 
-Every legal layout is priced, which takes 0.5 ms and says how long its step takes at least. In this
-order they are simulated, until the next takes longer at least than the best take: so the search
-finds what simulating all would find.
+Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its step. Layouts are
+simulated in the order of their bounds, until a bound is above the seconds of the best that were
+found. So the search finds what simulating all layouts would find.
 """
 
 from __future__ import annotations

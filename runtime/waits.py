@@ -1,4 +1,4 @@
-"""How long a rank waits for another, and for no GPU."""
+"""How long a rank waits for another, and how its host need not wait for a GPU."""
 
 from __future__ import annotations
 

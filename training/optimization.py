@@ -203,9 +203,8 @@ class Optimizers:
             return False
         # Four kernels: infinity and NaN times 0 are NaN, which is not 0.
         not_finite = facts[: 1 + self._world.world_size].sum().mul(0).ne(0).float()
-        most = (
-            self.recipe.args.max_grad_norm
-        )  # as in `clip_factor`; torch's `grad_scale` is fp32 only
+        # As in `clip_factor`; torch's `grad_scale` is fp32 only.
+        most = self.recipe.args.max_grad_norm
         factor = 1.0 if most is None else (most / (facts[0].sqrt() + 1e-6)).clamp(max=1)
         for optimizer in self.optimizers:
             optimizer.found_inf = not_finite  # type: ignore[attr-defined]

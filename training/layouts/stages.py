@@ -150,8 +150,8 @@ class Staged(MeshLayout):
 
         Ranks of several stages, or of the tensor axis, are in several groups of replicas, and each
         adds up its copy of the gradient. Of three or more replicas the order of the addition
-        decides the last bits. NCCL chooses an order for each group; so do ranks of one machine and
-        ranks of several.
+        decides the last bits. NCCL chooses an order for each group. Ranks of one machine add in
+        another order than those of several.
         """
         self.cut_task.copy_gradients(self._whole)
         self.pipe.copy_tied({name: p.grad for name, p in self._tied.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from training.launch.errors import UserError
 from training.launch.world import World
@@ -14,9 +14,6 @@ from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
 from .tokens import Rows, Tokens, encode, ends_of, get_tokenizer
-
-if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    pass
 
 
 class TranslationTask(SequenceTask):
