@@ -56,11 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices
 
 def pytest_collection_finish() -> None:
     """What the libraries hold stays, and is not searched for garbage any more. Tensors are small:
-    a second thread would only wait."""
+    a second thread would only wait. (And a fork has none.)"""
     import torch
 
-    gc.freeze()
+    from tests.ranks import start_server
+
     torch.set_num_threads(1)
+    gc.freeze()
+    start_server()
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,22 @@
 """A distributed world that is started once per test session, and given functions to run.
 
 A process needs seconds to import its libraries, so the ranks live as long as the session, and are
-forked from a server that has imported them once. A test hands them a function of its module; each
-rank calls it with (rank, world_size, *args) and sends back what it returns. A failure on any rank
-fails the test with that rank's traceback.
+forked from a server that has them: itself a fork of the process that runs tests, made when that has
+collected them. A test hands the ranks a function of its module; each calls it with (rank,
+world_size, *args) and sends back what it returns. A failure on any rank fails the test with that
+rank's traceback.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing as mp
+import os
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +28,7 @@ from runtime.shared_memory import SharedBuffers
 from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
+MOST = 1 << 16  # descriptors are below this
 LIBRARIES = [
     "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "sacrebleu",
     "tests.project.programs",
@@ -32,9 +37,30 @@ LIBRARIES = [
 
 def server() -> Any:
     """The context of processes that are forked from the server."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
-    return context
+    return mp.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Forks it, where multiprocessing would start a Python that imports the libraries again."""
+    server().set_forkserver_preload(LIBRARIES)
+    with patch("multiprocessing.util.spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
+    """In the place of starting a Python with `-c` and a program. What is not passed on is closed:
+    one of these descriptors tells the server that nobody needs it any more."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()  # pytest's, into such a descriptor
+            first, second = sorted(passed)
+            for start, end in ((3, first), (first + 1, second), (second + 1, MOST)):
+                os.closerange(start, end)
+            exec(command[-1], {"__name__": "__main__"})
+        finally:
+            os._exit(0)
+    return child
 
 
 def sharing(allowed: bool) -> AbstractContextManager[object]:

@@ -5,15 +5,13 @@ pytest take four seconds to import, in every rank again.
 
 Idea: this process imports them, and nothing of the project, and is forked for each line that it
 reads: {"tests": [...], "limit": seconds}. The fork imports the project, with the mutant in it, from
-the current folder. The server that the ranks of tests come from (tests/ranks.py) is forked from
-that, where multiprocessing would start a Python. It answers {"status": ..., "said": ...}: pytest's
-status, or null for tests that had not ended; these are killed, with all that they have started.
+the current folder. It answers {"status": ..., "said": ...}: pytest's status, or null for tests that
+had not ended; these are killed, with all that they have started.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -21,10 +19,8 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import psutil
 
@@ -83,9 +79,6 @@ def _test(tests: list[str], said: str, folder: str) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        with patch("multiprocessing.util.spawnv_passfds", _fork):
-            mp.get_context("forkserver")
-            forkserver.ensure_running()
         import pytest
 
         options = ["-x", "-q", "--tb=line", "--show-capture=no", "--disable-warnings"]
@@ -95,17 +88,6 @@ def _test(tests: list[str], said: str, folder: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     os._exit(status)
-
-
-def _fork(_: Any, command: list[Any], passed: Any) -> int:  # noqa: ARG001
-    """In the place of starting a Python with `-c` and a program."""
-    child = os.fork()
-    if child == 0:
-        try:
-            exec(command[-1], {"__name__": "__main__"})
-        finally:
-            os._exit(0)
-    return child
 
 
 if __name__ == "__main__":
