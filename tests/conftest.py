@@ -5,7 +5,6 @@ Only what runs tests imports torch, and not the process that hands them out to w
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,14 +54,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices
 
 
 def pytest_collection_finish() -> None:
-    """What the libraries hold stays, and is not searched for garbage any more. Tensors are small:
-    a second thread would only wait. (And a fork has none.)"""
-    import torch
-
+    """The tests have imported what the server has. (Their tensors are small: they need no second
+    thread, and a fork would not have it.)"""
     from tests.ranks import start_server
 
-    torch.set_num_threads(1)
-    gc.freeze()
     start_server()
 
 

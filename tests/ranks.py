@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import traceback
@@ -42,7 +43,10 @@ def server() -> Any:
 
 def start_server() -> None:
     """Forks it, where multiprocessing would start a Python that imports the libraries again."""
-    server().set_forkserver_preload(LIBRARIES)
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    torch.set_num_threads(1)  # a fork has no others
+    gc.freeze()  # what the libraries hold is not searched for garbage any more
     with patch("multiprocessing.util.spawnv_passfds", _fork):
         forkserver.ensure_running()
 
@@ -71,7 +75,6 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the libraries hold is not searched for garbage any more
     store = connect(LOOPBACK, port, LIMIT)
     setup(rank, world_size, backend, store=store, timeout=LIMIT)
     while True:

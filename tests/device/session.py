@@ -28,10 +28,10 @@ LIMIT = 100.0  # seconds that a function may take, the first with the start
 
 
 def _serve(inbox: Connection) -> None:
-    import torch
+    from tests.ranks import start_server  # imports torch
 
+    start_server()
     faulthandler.enable()  # tells where every thread is, when aborted
-    torch.set_num_threads(1)
     while True:
         try:
             function, args = inbox.recv()
@@ -49,7 +49,7 @@ _worlds: dict[tuple[int, str], Ranks] = {}
 def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """For a function that runs on the device: ranks that have it, too, started once. With another
     ``backend`` gloo stands for NCCL under its name, and every rank has a device of its own."""
-    from tests.ranks import Ranks  # imports torch
+    from tests.ranks import Ranks
 
     from .cuda import set_number
 
