@@ -230,6 +230,19 @@ def test_a_recorded_action_waits_for_its_own_stream() -> None:
 
 
 @on_device
+def test_an_update_is_recorded_on_the_device_of_its_stage() -> None:
+    timeline = Timeline(CUDA)
+    for k in (0, 1):
+        weight = nn.Parameter(torch.ones(2, device=f"cuda:{k}"))
+        weight.grad = torch.ones_like(weight)
+        optimizer = Setup(ADAMW, timeline=timeline).optimizer([weight], stage=k)
+        stream_of = torch.accelerator.current_stream
+        with patch("torch.accelerator.current_stream", wraps=stream_of) as asked:
+            optimizer.step()
+        asked.assert_any_call(torch.device("cuda", k))  # torch itself asks for that of no device
+
+
+@on_device
 def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     """Torch's own default is tf32 in convolutions."""
     backends: Any = torch.backends
