@@ -32,6 +32,21 @@ def test_sections_run(device: Device) -> None:
         assert [ok for _, ok in device.run(found, section)] == [None]
 
 
+def test_gpus_that_torch_cannot_use_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a driver that is too old: else all would run without hardware, and hold."""
+    from benchmarks import gpu
+
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("it goes on without hardware"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "cannot use the 8 GPUs here: a newer driver" in capsys.readouterr().err
+
+
 def test_a_program_that_does_not_end_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
