@@ -517,10 +517,10 @@ def main() -> None:
     if unknown := [name for name in args.sections if name not in SECTIONS]:
         parser.error(f"{unknown[0]} is no section; there are {', '.join(SECTIONS)}")
     if REAL and not torch.cuda.is_available():  # again, with a device that has to come before torch
-        if found := torch.cuda.device_count():  # the driver counts them; torch cannot use them
+        if there := torch.cuda.device_count():  # the driver counts them; torch cannot use them
             built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},"
             works = "a newer driver, or a torch that is built for an older CUDA, works"
-            parser.exit(1, f"{built} cannot use the {found} GPUs here: {works}\n")
+            parser.exit(1, f"{built} cannot use the {there} GPUs here: {works}\n")
         if reason := missing():
             print(f"skipped: no GPU, and {reason}")
             return
