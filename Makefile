@@ -34,8 +34,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-# A higher rate than the default, as warm-up, decay and clipping allow: BLEU 88 instead of 81.
-RECIPE := --learning_rate 2e-3 --warmup_steps 60 --lr_scheduler cosine --max_grad_norm 1
+# The same model on a GPU, where the default is a larger one. A higher rate than the default, as
+# warm-up, decay and clipping allow: BLEU 88 instead of 81.
+RECIPE := --model gpt2-mini --learning_rate 2e-3 --warmup_steps 60 --lr_scheduler cosine --max_grad_norm 1
 
 train: $(VENV)/.installed
 	$(RUN) project/run_data_parallel.py --world_size 2 $(RECIPE)

@@ -66,6 +66,7 @@ CORPUS = ROOT / "training" / "tasks" / "corpus"
 GIB = 2**30
 SAME_STEPS = 50 if REAL else 2  # of `races`
 GOAL = 1.3  # times the plain loop
+LIMIT = 300.0  # seconds that a program may take; several start at once
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,16 @@ def _ran(chain: list[str], folder: Path) -> list[Line]:
 
 
 def _ended(command: list[str], folder: Path) -> str:
-    """Empty if the command ends with status 0; else its last line. All of it is printed then."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    """Empty if the command ends with status 0 in time; else why not, or its last line. All that it
+    has said is printed then."""
+    shown = {**os.environ, "TESTS_SEE_GPUS": "1"}  # the GPUs: see tests/conftest.py
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, cwd=folder, env=shown
+        )
+    except subprocess.TimeoutExpired as late:  # its ranks end with it
+        print(*(said.decode() for said in (late.stdout, late.stderr) if said), sep="\n", flush=True)
+        return f"had not ended after {LIMIT:g} s"
     if done.returncode == 0:
         return ""
     print(done.stdout[-2000:], done.stderr[-3000:], sep="\n", flush=True)
@@ -508,6 +517,10 @@ def main() -> None:
     if unknown := [name for name in args.sections if name not in SECTIONS]:
         parser.error(f"{unknown[0]} is no section; there are {', '.join(SECTIONS)}")
     if REAL and not torch.cuda.is_available():  # again, with a device that has to come before torch
+        if there := torch.cuda.device_count():  # the driver counts them; torch cannot use them
+            built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},"
+            works = "a newer driver, or a torch that is built for an older CUDA, works"
+            parser.exit(1, f"{built} cannot use the {there} GPUs here: {works}\n")
         if reason := missing():
             print(f"skipped: no GPU, and {reason}")
             return

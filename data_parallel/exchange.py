@@ -104,8 +104,7 @@ class Exchange:
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
         """Fills `whole` with all ranks' shards. `shard` may be this rank's part of `whole`."""
-        work = all_gather(whole, shard, group=self.group, async_op=True)  # whole: by rank
-        return lambda: work.wait()
+        return all_gather(whole, shard, group=self.group, async_op=True).wait  # whole: by rank
 
     def start_reduce(self, reductions: list[Reduction]) -> Wait:
         """Sums gradients over the ranks, all units of a layer at once. The previous reduction must

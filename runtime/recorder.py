@@ -43,5 +43,7 @@ def acting(
         yield
         if recorder is not None and getattr(recorder, "recording", True):
             if device is not None and device.type != "cpu":
-                torch.accelerator.synchronize(device)  # kernels run later than they are launched
+                # Kernels run later than they are launched. Those of this stream alone: NCCL's of a
+                # message run until another rank receives it, which may wait for this rank.
+                torch.accelerator.current_stream(device).record_event().synchronize()
             recorder(kind, place, microbatch, start, time.perf_counter())

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 # from the other worker's tests. OpenMP reads this once, when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# What a test compares bit for bit is computed on the CPU, on every machine, also by the programs
+# that it starts, which would take a GPU. `make gpu` has tests that take what devices there are.
+if "TESTS_SEE_GPUS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # Their tests wait for programs that start from nothing, as users start them.
 WAITING = ("test_faults.py", "test_notice.py", "test_failures.py", "test_tutorial.py")
 

@@ -91,6 +91,14 @@ def test_the_map_has_every_file() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_make_train_is_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README shows what it prints, and its rate is that of a small model."""
+    recipe = re.search(r"^RECIPE := (.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert recipe is not None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert parse_data_parallel(None, recipe[1].split()).model == "gpt2-mini"
+
+
 def test_make_clean_leaves_what_people_have_made(tmp_path: Path) -> None:
     """Also the folders in which the README's own commands keep a trained model."""
     text = (ROOT / "README.md").read_text("utf-8")

@@ -144,11 +144,12 @@ class Timeline:
             yield
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
-        """Records the steps of the optimizer, on any thread."""
+        """Records the steps of the optimizer, on any thread and on the device of its parameters."""
         spans: list[Any] = []
+        device = optimizer.param_groups[0]["params"][0].device
 
         def before(*_: object) -> None:
-            spans.append(self.span("optimizer", stage))  # at most one is open
+            spans.append(acting(self, "optimizer", stage, device=device))  # at most one is open
             spans[-1].__enter__()
 
         optimizer.register_step_pre_hook(before)

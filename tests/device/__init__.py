@@ -18,9 +18,10 @@ with their stream. A foreach operator counts as one kernel.
 What it cannot show: races between streams, memory, times, NCCL itself (gloo stands for it), CUDA
 graphs, torch.compile, and what an operator launches inside: one that is no view counts as one.
 
-It has to be there before torch is imported. `install` does it by hand. The `device` fixture
-(tests/conftest.py) starts a process that has it. So do programs, with `environment()`: Python
-imports arm/sitecustomize.py at its start, in them and in every process that they start.
+It has to be there before torch is imported, whether torch is built for CUDA or for CPUs alone.
+`install` does it by hand. The `device` fixture (tests/conftest.py) starts a process that has it. So
+do programs, with `environment()`: Python imports arm/sitecustomize.py at its start, in them and in
+every process that they start.
 
     guard.cpp   what torch's C++ asks a device for, compiled once (10 s) with g++
     tensors.py  a tensor of the device, and what an operator does with it

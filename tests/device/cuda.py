@@ -29,6 +29,7 @@ def set_number(_: int, number: int) -> None:
 def install(guard: ctypes.CDLL, number: int) -> None:
     """Makes cuda:0 ... cuda:number-1 available in this process."""
     _keep.append(guard)
+    guard.claim()  # now: a torch that is built for CUDA has claimed the device
     guard.set_number(number)
     told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda why: seen.wait(why.decode()))
     guard.set_on_wait(told)
@@ -173,10 +174,22 @@ def _put_operators() -> None:
         "tril_indices", "triu_indices",
     ):  # fmt: skip
         library.impl(name, factory(name))
+    for key in ("CUDA", "AutogradCUDA"):
+        composite = torch.library.Library("aten", "IMPL", key)
+        composite.impl("scaled_dot_product_attention", attention)
+        _keep.append(composite)
     library.impl("copy_", lambda *args, **kwargs: dispatch(aten.copy_.default, args, kwargs))
     others = torch.library.Library("_", "IMPL", "CUDA")
     others.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs))
     _keep.extend([library, others])
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None, p: float = 0.0,
+    is_causal: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    """Operator by operator. A torch that is built for CUDA would ask the driver for a kernel."""
+    return aten._scaled_dot_product_attention_math(q, k, v, mask, p, is_causal, None, **more)[0]
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

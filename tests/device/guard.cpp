@@ -55,7 +55,6 @@ struct Guard final : impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const DeviceIndex) const override { wait("event.elapsed_time"); return 1; }
   static void* this_event() { static char one; return &one; }
 };
-static impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
 
 // Pinned memory is the CPU's memory, remembered
 static std::mutex pinning;
@@ -105,9 +104,11 @@ struct CUDAHooks final : CUDAHooksInterface {  // ATen looks for this name
   Allocator* getPinnedMemoryAllocator() const override { return &pinning_allocator; }
   Generator getNewGenerator(DeviceIndex k) const override { return make_generator<DeviceGenerator>(k); }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// A torch that is built for CUDA brings its own later: they are skipped, for these come first.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
+extern "C" void claim() { impl::DeviceGuardImplRegistrar last(DeviceType::CUDA, new Guard()); }
 extern "C" void set_number(int n) { number = n; }
 extern "C" void set_on_wait(void (*f)(const char*)) { on_wait = f; }
 extern "C" int get_number() { return number; }

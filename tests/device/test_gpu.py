@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,6 +30,32 @@ def test_sections_run(device: Device) -> None:
     ]
     for section in ("checks", "memory", "speed"):
         assert [ok for _, ok in device.run(found, section)] == [None]
+
+
+def test_gpus_that_torch_cannot_use_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a driver that is too old: else all would run without hardware, and hold."""
+    from benchmarks import gpu
+
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("it goes on without hardware"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "cannot use the 8 GPUs here: a newer driver" in capsys.readouterr().err
+
+
+def test_a_program_that_does_not_end_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import gpu
+
+    monkeypatch.setattr(gpu, "LIMIT", 1.0)
+    program = "import time; print('step 41', flush=True); time.sleep(60)"
+    assert gpu._ended([sys.executable, "-c", program], tmp_path) == "had not ended after 1 s"
+    assert "step 41" in capsys.readouterr().out
 
 
 def memory_of_every_stage() -> list[dict[str, int]]:

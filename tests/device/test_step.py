@@ -32,6 +32,7 @@ from training.loop import train
 from training.optimization import Optimizers, Recipe
 from training.options import Options
 from training.tasks.task import Step, whole_model
+from training.timeline import Timeline
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))
@@ -217,6 +218,28 @@ def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket() -> None
         assert kernels <= 1.15 * len(plain.kernels)
         n = of_buckets["_foreach_copy_"]
         assert n > 2 and of_buckets == {"_foreach_copy_": n, "fill_": n, "div_": n}
+
+
+@on_device
+def test_a_recorded_action_waits_for_its_own_stream() -> None:
+    """Not for NCCL's, on which a message stays until another rank receives it: with several stages
+    per rank that one may be waiting for this one."""
+    with watch() as seen, Timeline(CUDA).span("F"):
+        torch.ones(3, device="cuda")
+    assert [wait.why for wait in seen.waits] == ["event.synchronize"]
+
+
+@on_device
+def test_an_update_is_recorded_on_the_device_of_its_stage() -> None:
+    timeline = Timeline(CUDA)
+    for k in (0, 1):
+        weight = nn.Parameter(torch.ones(2, device=f"cuda:{k}"))
+        weight.grad = torch.ones_like(weight)
+        optimizer = Setup(ADAMW, timeline=timeline).optimizer([weight], stage=k)
+        stream_of = torch.accelerator.current_stream
+        with patch("torch.accelerator.current_stream", wraps=stream_of) as asked:
+            optimizer.step()
+        asked.assert_any_call(torch.device("cuda", k))  # torch itself asks for that of no device
 
 
 @on_device
