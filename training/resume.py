@@ -29,7 +29,7 @@ from training.options import Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
-from .launch.errors import UserError, counted, torchrun
+from .launch.errors import RunError, UserError, counted, torchrun
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
@@ -57,10 +57,6 @@ class Resume:
         """The measured layers per stage, if a pipeline was saved."""
         return self.checkpoint.state["cut"] if self.checkpoint else None
 
-    def of_main(self, world: World) -> Resume:
-        """What rank 0 has found, on every rank: other hosts may have other folders."""
-        return world.from_main(self)
-
     def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
         """Small files of the checkpoint."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
@@ -78,8 +74,8 @@ def options_of_checkpoint(workdir: Path, names: Set[str]) -> dict[str, Any]:
 
 
 def find_resume(args: Options, fingerprint: str) -> Resume:
-    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it; see
-    `Resume.of_main`.
+    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it, and must
+    send it to the others, whose hosts may have other folders.
 
     Raises:
         UserError: all checkpoints are damaged; options or data differ from the run that saved it;
@@ -189,11 +185,14 @@ class Saving:
 
     @contextmanager
     def before_the_end(self) -> Iterator[None]:
-        """Where all ranks end on notice, waits for the checkpoint, and says how to go on."""
+        """Where a run ends early, waits for the checkpoint that is being written; where all ranks
+        end on notice, says how to go on."""
         try:
             yield
-        except notice.Ended:
+        except RunError as error:  # the weights of the step before may be the last good ones
             self.saver.wait()
+            if not isinstance(error, notice.Ended):
+                raise
             if self.world.is_main and self.saved:
                 with writing(self.args.workdir / ENDED):
                     (self.args.workdir / ENDED).touch()
