@@ -92,14 +92,16 @@ def run_dp(
         bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)) if args.bucket_mb else None,
         comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
     )  # fmt: skip
-    if args.pytest:
-        write_gradients(world, args, task, model)
-        return
-    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
-    announce(world, args, model, wanted.timeline, layout)
-    results = run(world, args, task, model, wanted, resume)
-    finish(world, results, args)  # collective: rank 0 draws, the others wait
-    model.close()
+    try:
+        if args.pytest:
+            write_gradients(world, args, task, model)
+            return
+        layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+        announce(world, args, model, wanted.timeline, layout)
+        results = run(world, args, task, model, wanted, resume)
+        finish(world, results, args)  # collective: rank 0 draws, the others wait
+    finally:
+        model.close()
 
 
 def write_gradients(
