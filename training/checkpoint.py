@@ -311,7 +311,6 @@ class Saver:
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
         weights: no size tells NaN weights from good ones."""
-        self.wait()  # the newest may still be being written
         self._remove(names(self.folder)[:-keep])
 
     def forget_after(self, loaded: Checkpoint) -> None:

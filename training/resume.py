@@ -202,13 +202,10 @@ class Saving:
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
             ) from None
 
-    def close(self) -> None:
-        """Waits for the last checkpoint, and removes older ones."""
+    def prune(self) -> None:
+        """Waits for the last checkpoint, and removes older ones if the last step was finite, which
+        shows finite weights."""
         self.saver.wait()
-        self._prune()
-
-    def _prune(self) -> None:
-        """Removes older checkpoints, but only after a finite step, which shows finite weights."""
         if self.args.keep and not self.optimizer.in_a_row:
             self.saver.prune(self.args.keep)
 
@@ -217,7 +214,7 @@ class Saving:
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved:
             return
-        self._prune()  # first: no step has shown yet that what is saved now is finite
+        self.prune()  # first: no step has shown yet that what is saved now is finite
         mine = (totals.positions, totals.tokens, totals.seconds)
         shares = world.of_parts(model.part, mine)
         positions, tokens, _ = map(sum, zip(*shares, strict=True))
