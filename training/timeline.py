@@ -145,12 +145,10 @@ class Timeline:
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on any thread."""
-        device = optimizer.param_groups[0]["params"][0].device  # its stage's
         spans: list[Any] = []
 
         def before(*_: object) -> None:
-            # At most one is open.
-            spans.append(acting(self, "optimizer", stage, device=device))
+            spans.append(self.span("optimizer", stage))  # at most one is open
             spans[-1].__enter__()
 
         optimizer.register_step_pre_hook(before)

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from project.figures.perfetto import write_trace
 from project.figures.recorded import read_timelines
@@ -39,16 +38,6 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
     assert [(e.kind, e.step) for e in timeline.events()] == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
-
-
-def test_an_optimizer_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a stage is, whose device is not the first one."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1, device="meta"))])
-    Timeline().watch(optimizer)
-    optimizer.step()
-    assert waited == [torch.device("meta")]
 
 
 def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
