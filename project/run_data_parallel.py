@@ -36,14 +36,13 @@ from itertools import islice
 
 import torch
 
-from data_parallel.gradients import average_gradients, default_bucket_bytes
+from data_parallel.gradients import average_gradients
 from project import rules
 from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
-from training.launch.distributed import choose_backend
-from training.launch.errors import counted, torchrun
+from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
@@ -73,9 +72,6 @@ def parse_data_parallel(
     rules.require(args, rules.rules(args, args.world_size))
     rules.require(args, rules.of_recompute(args, one_at_a_time=True))
     rules.require(args, rules.of_model(args))
-    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
-    usual = default_bucket_bytes(choose_backend(args.device, here)) / 2**20
-    args = replace(args, bucket_mb=args.bucket_mb or usual)
     claim_folders(args)  # last, since it makes folders
     return args
 
@@ -84,7 +80,7 @@ def run_dp(
     world: World, args: DataParallelOptions, texts: Texts, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
-    resume = resume.of_main(world)  # collective
+    resume = world.from_main(resume)  # other hosts may have other folders
     task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
     # All ranks go on, or none.
     check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
@@ -92,17 +88,20 @@ def run_dp(
     wanted = setup_of(args, world, offset=offset)
     model = Replicated(
         task, world, wanted, args.gradient_sync,
-        bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
+        # By default as large as suits the backend, on which all hosts have agreed.
+        bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)) if args.bucket_mb else None,
         comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
     )  # fmt: skip
-    if args.pytest:
-        write_gradients(world, args, task, model)
-        return
-    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
-    announce(world, args, model, wanted.timeline, layout)
-    results = run(world, args, task, model, wanted, resume)
-    finish(world, results, args)  # collective: rank 0 draws, the others wait
-    model.close()
+    try:
+        if args.pytest:
+            write_gradients(world, args, task, model)
+            return
+        layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+        announce(world, args, model, wanted.timeline, layout)
+        results = run(world, args, task, model, wanted, resume)
+        finish(world, results, args)  # collective: rank 0 draws, the others wait
+    finally:
+        model.close()
 
 
 def write_gradients(

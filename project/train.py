@@ -145,7 +145,7 @@ def run_rank(
 ) -> None:
     """One rank of the program. Raises RunError if a check finds a difference from one process."""
     task: TrainingTask
-    resume = resume.of_main(world)  # collective
+    resume = world.from_main(resume)  # other hosts may have other folders
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)
     else:

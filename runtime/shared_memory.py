@@ -131,9 +131,11 @@ class SharedBuffers:
     def announce(self, number: int) -> Callable[[], bool]:
         """Tells all ranks that this one has written its memory, with a number that says what. The
         result waits until all have announced as often, and says whether their number is the same.
-        It raises a DistError if a rank has ended, or is silent for longer than the group waits."""
+        It raises a DistError if a rank has ended, or is silent for longer than the group waits; the
+        call itself, if a rank has left so many announcements unheard that its pipe is full."""
         said = number.to_bytes(8, "little", signed=True)
-        for outbox in self._outboxes.values():
+        for rank, outbox in self._outboxes.items():
+            self._wait(rank, outbox, select.POLLOUT)
             with suppress(BrokenPipeError):  # it has ended: the wait below says so
                 os.write(outbox, said)
 
@@ -143,13 +145,17 @@ class SharedBuffers:
 
         return agreed
 
-    def _hear(self, rank: int) -> bytes:
-        """Waits for the next announcement of a rank."""
+    def _wait(self, rank: int, pipe: int, event: int) -> None:
+        """Waits until a pipe from or to a rank can be read or written."""
         seconds = timeout_of(self.group)
         poll = select.poll()
-        poll.register(self._inboxes[rank], select.POLLIN)
+        poll.register(pipe, event)
         if not poll.poll(1000 * seconds):
             raise dist.DistError(f"rank {rank} of the group has been silent for {seconds:g} s")
+
+    def _hear(self, rank: int) -> bytes:
+        """Waits for the next announcement of a rank."""
+        self._wait(rank, self._inboxes[rank], select.POLLIN)
         heard = os.read(self._inboxes[rank], 8)
         if not heard:
             raise dist.DistError(f"rank {rank} of the group has ended")

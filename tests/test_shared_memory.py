@@ -53,6 +53,22 @@ def one_says_nothing(rank: int, _world_size: int) -> None:
     dist.barrier()
 
 
+def one_hears_nothing(rank: int, _world_size: int) -> None:
+    """As it is stopped, and a step of the other has more buckets than a pipe holds."""
+    memory = opened(dist.new_group(timeout=timedelta(minutes=1)))
+    assert memory.group is not None
+    memory.group.set_timeout(timedelta(seconds=0.2))
+    if rank == 0:
+        with pytest.raises(dist.DistError, match=r"rank 1 of the group has been silent for 0\.2 s"):
+            for _ in range(100_000):
+                memory.announce(0)
+    dist.barrier()
+
+
+def test_a_pipe_that_is_full_is_waited_for_no_longer(ranks: Ranks) -> None:
+    ranks.run(one_hears_nothing)
+
+
 def test_a_rank_that_is_lost_is_named(three_ranks: Ranks) -> None:
     three_ranks.run(one_ends)
     three_ranks.run(one_says_nothing)

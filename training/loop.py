@@ -50,8 +50,8 @@ def train(
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     n_steps: int | None = None,
     before: Totals = NOTHING_YET,
-    after_step: Callable[[Totals, float], None] | None = None,
-    prepare: Callable[[], None] | None = None,
+    after_step: Callable[[Totals, float], None] = lambda *_: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Totals:
     """Trains an epoch, or the rest of one. Afterwards p.grad still holds the last step's gradients.
 
@@ -71,8 +71,7 @@ def train(
     for step in bar:
         optimizer.zero_grad()  # backward adds to what it finds
         loss = model.backward(step)  # a scalar, this rank's part of the sum
-        if prepare is not None:
-            prepare()
+        prepare()
         if average_gradients_fn is not None:  # other layouts combine theirs in backward
             average_gradients_fn(cast(nn.Module, model.module))
         # All ranks meet here: they decide alike whether to update, from the same numbers.
@@ -86,8 +85,7 @@ def train(
             f"{totals.positions / totals.seconds:,.0f} tokens/s",
             refresh=False,
         )
-        if after_step is not None:
-            after_step(totals, seconds)
+        after_step(totals, seconds)
         start = time.perf_counter()
     return totals
 
@@ -195,7 +193,7 @@ def run(
             length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
             epochs.run(epoch, length, before)
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
-    saving.close()  # waits for what is written in the background
+    saving.prune()  # waits for what is written in the background
     if not setup.timeline.complete:  # the run was shorter
         setup.timeline.save(args.workdir)
     results.summarize()

@@ -267,7 +267,7 @@ class DataParallel:
 
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
     """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
-    bucket_mb: Positive = UNSET
+    bucket_mb: Positive | None = None
     """size of a bucket of gradient_sync overlap in MiB; default: 4, and 25 over NCCL"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which buckets are sent"""

@@ -29,7 +29,7 @@ from training.options import Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
-from .launch.errors import UserError, counted, torchrun
+from .launch.errors import RunError, UserError, counted, torchrun
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
@@ -57,10 +57,6 @@ class Resume:
         """The measured layers per stage, if a pipeline was saved."""
         return self.checkpoint.state["cut"] if self.checkpoint else None
 
-    def of_main(self, world: World) -> Resume:
-        """What rank 0 has found, on every rank: other hosts may have other folders."""
-        return world.from_main(self)
-
     def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
         """Small files of the checkpoint."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
@@ -78,8 +74,8 @@ def options_of_checkpoint(workdir: Path, names: Set[str]) -> dict[str, Any]:
 
 
 def find_resume(args: Options, fingerprint: str) -> Resume:
-    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it; see
-    `Resume.of_main`.
+    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it, and must
+    send it to the others, whose hosts may have other folders.
 
     Raises:
         UserError: all checkpoints are damaged; options or data differ from the run that saved it;
@@ -189,11 +185,14 @@ class Saving:
 
     @contextmanager
     def before_the_end(self) -> Iterator[None]:
-        """Where all ranks end on notice, waits for the checkpoint, and says how to go on."""
+        """Where a run ends early, waits for the checkpoint that is being written; where all ranks
+        end on notice, says how to go on."""
         try:
             yield
-        except notice.Ended:
+        except RunError as error:  # the weights of the step before may be the last good ones
             self.saver.wait()
+            if not isinstance(error, notice.Ended):
+                raise
             if self.world.is_main and self.saved:
                 with writing(self.args.workdir / ENDED):
                     (self.args.workdir / ENDED).touch()
@@ -203,13 +202,10 @@ class Saving:
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
             ) from None
 
-    def close(self) -> None:
-        """Waits for the last checkpoint, and removes older ones."""
+    def prune(self) -> None:
+        """Waits for the last checkpoint, and removes older ones if the last step was finite, which
+        shows finite weights."""
         self.saver.wait()
-        self._prune()
-
-    def _prune(self) -> None:
-        """Removes older checkpoints, but only after a finite step, which shows finite weights."""
         if self.args.keep and not self.optimizer.in_a_row:
             self.saver.prune(self.args.keep)
 
@@ -218,7 +214,7 @@ class Saving:
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved:
             return
-        self._prune()  # first: no step has shown yet that what is saved now is finite
+        self.prune()  # first: no step has shown yet that what is saved now is finite
         mine = (totals.positions, totals.tokens, totals.seconds)
         shares = world.of_parts(model.part, mine)
         positions, tokens, _ = map(sum, zip(*shares, strict=True))

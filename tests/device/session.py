@@ -23,7 +23,7 @@ from . import environment
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.distributed.choose_backend says
+NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.meeting.agree_on_backend says
 LIMIT = 100.0  # seconds that a function may take, the first with the start
 
 

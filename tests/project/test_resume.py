@@ -3,6 +3,7 @@ and with the same losses, up to the order of sums, with another one and in anoth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tests.project.programs import (
     weights,
 )  # fmt: skip
 from tests.ranks import Ranks
+from training.checkpoint import Saver
 from training.launch.errors import UserError, counted
 from training.loop import seeded
 from training.optimization import Recipe
@@ -196,24 +198,31 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
 
 
 @pytest.mark.parametrize(
-    ("ruinous", "said", "good"),
+    ("ruinous", "said", "good", "how"),
     [
-        (2, "epoch 1, step 4 of 4: the loss is nan; try ", "000002-epoch0-step2"),
-        (3, "after epoch 1: the validation loss is nan; try ", "000003-epoch0-step3"),
+        (2, "epoch 1, step 4 of 4: the loss is nan; try ", "000002-epoch0-step2", ""),
+        (3, "after epoch 1: the validation loss is nan; try ", "000003-epoch0-step3", ""),
+        (2, "epoch 1, step 4 of 4: the loss is nan; try ", "000002-epoch0-step2", "--async_save"),
     ],
 )
 def test_ruined_weights_end_a_run_and_leave_the_last_good_ones(
-    ruinous: int, said: str, good: str
+    ruinous: int, said: str, good: str, how: str
 ) -> None:
     """A step is finite, and what it has made of the weights is saved; what comes after it is not:
-    the next step or, after the last one, the evaluation."""
+    the next step or, after the last one, the evaluation. What is being written is written."""
+    complete = Saver._complete
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        complete(*args)
 
     def ruin(_: int, patches: pytest.MonkeyPatch) -> None:
         patches.setattr(
             Recipe, "learning_rate_at", lambda _, step: 1e30 if step == ruinous else 1e-2
         )
+        patches.setattr(Saver, "_complete", slowly if how else complete)
 
-    line = f"run_pipeline {FLOW} {TINY} --n_epochs 1 --save_every 1 --keep 1"
+    line = f"run_pipeline {FLOW} {TINY} --n_epochs 1 --save_every 1 --keep 1 {how}"
     _, error = run(line, None, ruin)
     assert error is not None
     assert error.startswith(said)

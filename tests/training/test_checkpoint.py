@@ -289,7 +289,7 @@ def saver_of(
 def of_main(saver: Saver, name: str) -> Checkpoint:
     """The checkpoint that rank 0 finds, on every rank."""
     found = open_checkpoint(saver.folder / name) if saver.world.is_main else None
-    checkpoint = Resume(found).of_main(saver.world).checkpoint
+    checkpoint = saver.world.from_main(Resume(found)).checkpoint
     assert checkpoint is not None
     return checkpoint
 

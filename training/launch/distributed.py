@@ -22,19 +22,11 @@ from torch import Tensor
 from runtime.waits import CHECKPOINTS
 
 from .notice import Agreement, Ended, given
-from .world import World, choose_device
+from .world import World
 
 T = TypeVar("T")
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
 BEHIND = 2  # rounds of an agreement that a rank may be ahead of another
-
-
-def choose_backend(device: str, local_world_size: int) -> str:
-    """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
-    that they need not wait for the GPUs; gloo alone otherwise."""
-    on_gpu = choose_device(device, 0, local_world_size).type == "cuda"
-    one_each = on_gpu and torch.cuda.device_count() >= local_world_size
-    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
 
 
 def make_world(rank: int, world_size: int, *more: Any, **facts: Any) -> World:
@@ -59,8 +51,8 @@ class DistributedWorld(World):
         """Runs work() where there is some, until it has ended on all ranks."""
         done = torch.zeros(())  # reduced again and again, until it is 1
         if work is None:
-            while not done.item():
-                dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN)  # pairs with one in `tell`
+            while not done.item():  # each of these pairs with one in `tell`
+                dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN, self.group)
             return
         finished = threading.Event()
 
@@ -68,7 +60,7 @@ class DistributedWorld(World):
             with suppress(RuntimeError):  # another rank is gone: the launcher notices
                 while not done.item():
                     done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
-                    dist.all_reduce(done, dist.ReduceOp.MIN)
+                    dist.all_reduce(done, dist.ReduceOp.MIN, self.group)
 
         teller = threading.Thread(target=tell, name="tell the others", daemon=True)
         teller.start()
@@ -94,11 +86,6 @@ class DistributedWorld(World):
         """An all-reduce, where the values are: the bits are the same on all ranks."""
         dist.all_reduce(values, group=self.group)
 
-    def of_parts(self, part: int, value: T) -> list[T]:
-        """Of ranks with the same part, the last one's."""
-        found = dict(self.gather((part, value)))
-        return [found[part] for part in sorted(found)]
-
     def apart(self, seconds: float) -> World:
         """The group is for checkpoints: the time-outs of steps leave it as it is."""
         limit = timedelta(seconds=seconds)
@@ -106,7 +93,7 @@ class DistributedWorld(World):
 
     def agreement(self, every: int = 1) -> Agreement:
         """See `RanksAgree`."""
-        return RanksAgree(every)
+        return RanksAgree(every, self.group)
 
 
 class RanksAgree(Agreement):
@@ -117,10 +104,11 @@ class RanksAgree(Agreement):
 
     Args:
         every: turns of a round.
+        group: the ranks; None: all.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every, self._turns = every, 0
+    def __init__(self, every: int, group: Any = None) -> None:
+        self._every, self._turns, self._group = every, 0, group
         self._begun: deque[tuple[Any, Tensor]] = deque()
 
     def turn(self) -> None:
@@ -139,7 +127,7 @@ class RanksAgree(Agreement):
     def _round(self, going: bool) -> bool:
         """Returns whether a rank goes on, as far as is known."""
         said = torch.tensor([given(), going], dtype=torch.int32)  # after the sum: how many ranks
-        self._begun.append((dist.all_reduce(said, async_op=True), said))
+        self._begun.append((dist.all_reduce(said, group=self._group, async_op=True), said))
         if len(self._begun) <= BEHIND:
             return True
         work, said = self._begun.popleft()

@@ -51,7 +51,7 @@ from runtime.cores import core_slice
 from training.options import Options
 
 from . import notice
-from .distributed import choose_backend, make_world
+from .distributed import make_world
 from .errors import (
     GRACE,
     OF_TERMINAL,
@@ -277,8 +277,8 @@ def _run_rank(
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         keep_freed_memory()
-    backend = choose_backend(settings.device, local_size)
-    backend = agree_on_backend(store, world.rank, world.world_size, backend)
+    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_size
+    backend = agree_on_backend(store, world.rank, world.world_size, own_gpu)
     setup(
         world.rank, world.world_size, backend, store=store,
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],

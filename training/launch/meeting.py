@@ -113,13 +113,13 @@ def stay_on_interface_to(host: str) -> None:
                     os.environ[variable] = value
 
 
-def agree_on_backend(store: Any, rank: int, world_size: int, backend: str) -> str:
-    """One backend for all ranks: that of their hosts, or gloo, if a host wants gloo because it has
-    fewer GPUs than ranks. All ranks call it together."""
-    keys = [f"backend of rank {r}" for r in range(world_size)]
-    store.set(keys[rank], backend)
-    wanted = [said.decode() for said in store.multi_get(keys)]  # waits for all
-    return "gloo" if "gloo" in wanted else backend
+def agree_on_backend(store: Any, rank: int, world_size: int, own_gpu: bool) -> str:
+    """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
+    that they need not wait for the GPUs; gloo alone otherwise. All ranks call it together."""
+    keys = [f"whether rank {r} has a GPU of its own" for r in range(world_size)]
+    store.set(keys[rank], str(own_gpu))
+    every = store.multi_get(keys)  # waits for all
+    return "gloo" if b"False" in every else "cpu:gloo,cuda:nccl"
 
 
 def in_time(seconds: float, ask: Callable[[], T]) -> T:

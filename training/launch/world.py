@@ -85,10 +85,11 @@ class World:
     def sum(self, values: Tensor) -> None:
         """Adds up the values of all ranks, in place."""
 
-    def of_parts(self, part: int, value: T) -> list[T]:  # noqa: ARG002
+    def of_parts(self, part: int, value: T) -> list[T]:
         """The value of each part of a batch, on every rank. This one has a `part`, as may others,
-        such as the stages of one pipeline."""
-        return [value]
+        such as the stages of one pipeline: of these the last one's."""
+        found = dict(self.gather((part, value)))
+        return [found[part] for part in sorted(found)]
 
     def apart(self, seconds: float) -> World:  # noqa: ARG002
         """The same ranks in a group of their own on the CPU, where a rank waits so long for

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from data_parallel.flat import FlatPiece
 from runtime.mesh import Axis, Mesh
 from runtime.ranks import Ranks
 from runtime.recorder import Recorder
+from runtime.shared_memory import add_up
 from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
 from training.launch.compare_ranks import check_replicas
@@ -142,31 +143,32 @@ class CutTask:
             for name, p in parameters.items()
         }
 
-    @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums gradients over the ranks, with sequence parallelism alone: there each rank has used
-        these whole parameters on its own positions."""
+        these whole parameters on its own positions. In the order of the ranks: each replica sums in
+        a group of its own, and all must get the same bits."""
         if self.sequence_parallel:
-            self._add_up([p.grad for p in parameters if p.grad is not None])
+            self._replace_gradients(parameters, lambda every: add_up(every.unbind()))
 
-    @torch.no_grad()
     def copy_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gives every rank the first one's gradients of parameters that all ranks hold whole.
 
         Each rank adds them up over replicas in a group of its own. With three or more replicas the
         order of the addition decides the last bits, and NCCL chooses one for each group.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.ranks.rank > 0 and gradients:
-            torch._foreach_zero_(gradients)
-        self._add_up(gradients)  # the others' zeros change nothing
+        self._replace_gradients(parameters, lambda every: every[0])
 
-    def _add_up(self, gradients: list[Tensor]) -> None:
-        """Replaces tensors by their sums over the ranks."""
+    @torch.no_grad()
+    def _replace_gradients(
+        self, parameters: Iterable[nn.Parameter], by: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Replaces gradients by what `by` makes of those of all ranks, [t, elements]."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if self.ranks.size == 1 or not gradients:
             return
-        total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
-        for g, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        flat = torch.cat([g.flatten() for g in gradients])
+        found = by(self.ranks.all_gather(flat[None], 0))
+        for g, part in zip(gradients, found.split([g.numel() for g in gradients]), strict=True):
             g.copy_(part.view_as(g))  # in place: optimizers and buckets hold this tensor
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -29,7 +30,7 @@ from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
-from training.launch.distributed import choose_backend, make_world
+from training.launch.distributed import make_world
 from training.launch.errors import RunError, UserError, format_error
 from training.launch.launch import RankError, launch, terminal_ignored, watch
 from training.launch.meeting import agree_on_backend, fresh_part, listen, meet, stay_on_interface_to
@@ -170,6 +171,25 @@ def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
 
 
+def _apart(rank: int, world_size: int) -> None:
+    apart, groups = make_world(rank, world_size).apart(30.0), []
+    all_reduce: Any = dist.all_reduce
+
+    def noted(x: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        groups.append(group)
+        return all_reduce(x, op, group, **options)
+
+    with patch.object(dist, "all_reduce", noted):
+        apart.on_main(lambda: None)
+        apart.agreement().end()
+    assert set(groups) == {apart.group} != {None}
+
+
+def test_what_ranks_do_apart_has_a_group_of_its_own(ranks: Ranks) -> None:
+    """They may do it while they do something else together."""
+    ranks.run(_apart)
+
+
 def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,33 +237,29 @@ def test_cores_are_dealt_out_in_consecutive_slices_to_and_fro(
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert (str(choose_device("auto", 1, 2)), choose_backend("auto", 2)) == ("cpu", "gloo")
+    assert str(choose_device("auto", 1, 2)) == "cpu"
     with pytest.raises(UserError, match=r"^--device cuda: no GPU .*--device cpu works"):
         choose_device("cuda", 0, 2)
     with pytest.raises(UserError, match=r"^--device mps: it takes an Apple GPU, and one rank"):
         choose_device("mps", 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [choose_backend("auto", n) for n in (1, 2, 3)] == [NCCL, NCCL, "gloo"]
-    assert (str(choose_device("cpu", 1, 2)), choose_backend("cpu", 2)) == ("cpu", "gloo")
+    assert str(choose_device("cpu", 1, 2)) == "cpu"
 
 
-NCCL = "cpu:gloo,cuda:nccl"
-
-
-def agreed(*wanted: str) -> list[str]:
-    """The backend on ranks whose hosts would choose these."""
-    store, n = dist.HashStore(), len(wanted)  # type: ignore[attr-defined]
+def agreed(*own_gpu: bool) -> list[str]:
+    """The backend on ranks of which these have a GPU of their own."""
+    store, n = dist.HashStore(), len(own_gpu)  # type: ignore[attr-defined]
     with ThreadPoolExecutor(n) as threads:
-        agree = threads.map(lambda rank: agree_on_backend(store, rank, n, wanted[rank]), range(n))
+        agree = threads.map(lambda rank: agree_on_backend(store, rank, n, own_gpu[rank]), range(n))
         return list(agree)
 
 
 def test_hosts_agree_on_a_backend() -> None:
     """Gloo, if one of them has fewer GPUs than ranks."""
-    assert agreed(NCCL, NCCL) == [NCCL] * 2
-    assert agreed(NCCL, NCCL, "gloo") == ["gloo"] * 3
-    assert agreed("gloo", "gloo") == ["gloo"] * 2
+    assert agreed(True, True) == ["cpu:gloo,cuda:nccl"] * 2
+    assert agreed(True, True, False) == ["gloo"] * 3
+    assert agreed(False, False) == ["gloo"] * 2
 
 
 # Ranks of one attempt meet in a store that others have left their words in
