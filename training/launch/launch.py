@@ -272,7 +272,7 @@ def _run_rank(
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank, local_size)
     if device.type == "cuda":
-        torch.accelerator.set_device_index(device)
+        _take_gpu(device)
     elif cores := core_slice(world.local_rank, local_size, settings.cores_per_rank):
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
@@ -288,6 +288,15 @@ def _run_rank(
     world.last.note("end")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _take_gpu(device: torch.device) -> None:
+    """Makes it this rank's own. That a GPU is there does not say that this torch can use it."""
+    try:
+        torch.accelerator.set_device_index(device)
+    except RuntimeError as error:  # the driver is older than the CUDA that torch is built for
+        why = str(error).splitlines()[0]
+        raise UserError(f"torch cannot use this GPU ({why}); --device cpu works") from error
 
 
 def _end_with_parent() -> None:

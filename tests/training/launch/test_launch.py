@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import psutil
@@ -245,6 +245,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert str(choose_device("cpu", 1, 2)) == "cpu"
+    old = Mock(side_effect=RuntimeError("the driver is too old\nand more"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", old)
+    with pytest.raises(UserError, match=r"^torch cannot .*\(the driver is too old\); --dev"):
+        launcher._run_rank(World(), Options(), None, print, ())
 
 
 def agreed(*own_gpu: bool) -> list[str]:
