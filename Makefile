@@ -42,7 +42,7 @@ train: $(VENV)/.installed
 	$(RUN) project/run_data_parallel.py --world_size 2 $(RECIPE)
 
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 verify: $(VENV)/.installed-dev
 	$(RUN) project/verify.py

@@ -54,6 +54,12 @@ class OneOnDevices(LoadFileScheduling):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since some tests wait; four fill any machine."""
+    return min((os.cpu_count() or 1) + 1, 4)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices:
     return OneOnDevices(config, log)
 
