@@ -22,7 +22,9 @@ import numpy as np
 
 from training.progress import moving
 
-from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
+from .tokens import Rows, Tokens, groups, write_tokens
+
+AT_ONCE = 64  # rows that are in memory together: one may be a book
 
 
 class StoredRows(Sequence[Any]):
@@ -81,8 +83,8 @@ class StoredRows(Sequence[Any]):
 @lru_cache
 def _content(folder: Path) -> str:
     """A hash of a copy."""
-    with (folder / "ids").open("rb") as ids, (folder / "index").open("rb") as index:
-        return "".join(hashlib.file_digest(file, "sha256").hexdigest() for file in (ids, index))
+    rows = Tokens(folder, np.uint8)
+    return "".join(hashlib.sha256(of).hexdigest() for of in (rows.mapped(), rows.where))
 
 
 def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
