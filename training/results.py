@@ -49,8 +49,9 @@ from .tasks.task import Score, TrainingTask
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
 OF_A_RUN = (
-    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", OPTIONS, SUMMARY,
-    PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json", CHECKPOINTS,
+    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", "report.html",
+    OPTIONS, SUMMARY, PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json",
+    CHECKPOINTS,
 )  # fmt: skip
 
 
