@@ -78,7 +78,7 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         option("--workdir", **root)
     # fmt: on
     args = parser.parse_args(argv)
-    of_one = args.figure == "timeline" and "=" not in args.run  # where its trace is written, too
+    of_one = args.figure == "timeline" and is_folder(args.run)  # where its trace is written, too
     args.output = args.output or (Path(args.run) if of_one else OUTPUT)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
@@ -89,6 +89,11 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 "--num_microbatches 8 works"
             )
     return args
+
+
+def is_folder(run: str) -> bool:
+    """Whether this is a workdir, which may be called lr=0.1, and no name such as ddp=2."""
+    return "=" not in run or Path(run).is_dir()
 
 
 if __name__ == "__main__":
@@ -322,9 +327,7 @@ def plot_memory(
 
 # The command line
 
-COMPARED = {
-    "split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory,
-}  # fmt: skip
+COMPARED = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
 
 
 def draw_figure(args: argparse.Namespace) -> list[Path]:
@@ -348,7 +351,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         sizes = args.num_devices, args.num_microbatches, args.chunks
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
     if name == "timeline":
-        run = named(args.run, args.workdir) if "=" in args.run else Run(Path(args.run))
+        run = Run(Path(args.run)) if is_folder(args.run) else named(args.run, args.workdir)
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
         drawn = draw_step(path(f"timeline_{run.name}"), step, "ideal", foot=describe(run))
         print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")
