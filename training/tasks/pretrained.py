@@ -113,17 +113,6 @@ def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None
     return read
 
 
-def model_content(name: str, config: GPT2Config) -> bytes:
-    """A hash of the model `name`: its configuration and all weights. One pass over its files."""
-    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
-    for path in sorted({path for path, *_ in _stored(name).values()}):
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 24):
-                content.update(chunk)
-    return content.digest()
-
-
 def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
     """Each parameter's file, name in it and shape, by its name without PREFIX."""
     from huggingface_hub import snapshot_download
@@ -159,8 +148,14 @@ class _FromPretrained(SequenceTask):
         return config, pretrained_initializer(args.model, args.seed)
 
     def model_content(self) -> bytes:
-        """See the function of this name."""
-        return model_content(self.args.model, self.config)
+        """A hash of the configuration and all weights. One pass over their files."""
+        settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
+        content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
+        for path in sorted({path for path, *_ in _stored(self.args.model).values()}):
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 24):
+                    content.update(chunk)
+        return content.digest()
 
 
 class PretrainedTranslation(_FromPretrained, TranslationTask):
