@@ -218,7 +218,7 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
             with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
                 for some in make():
                     ids.write(some.ids.astype(dtype))  # numpy's `tofile` may not see a full disk
-                    rows = np.empty(len(some.sizes), INDEX)
+                    rows: Any = np.empty(len(some.sizes), INDEX)
                     rows["end"] = end + np.cumsum(some.sizes)
                     rows["num_source"] = some.num_source
                     index.write(rows)

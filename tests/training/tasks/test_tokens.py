@@ -149,13 +149,14 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
         write_tokens(tmp_path / "file" / "name", list, np.uint16)
 
 
-def test_a_full_disk_leaves_no_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "room"), [(9, 12), (1, 8)], ids=["ids", "index"])
+def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
     """Though a library keeps the last bytes to itself until the end."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))  # bytes of a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file
     try:
         with pytest.raises(RunError, match=r"/name: cannot be written .File too large"):
-            one = Rows(np.array([5, 6, 7]), np.array([3]), np.array([2]))
+            one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
             write_tokens(tmp_path / "name", lambda: [one], np.uint16)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
