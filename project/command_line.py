@@ -11,9 +11,6 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
-from training.options import count
-
-__all__ = ["Parser", "count"]
 
 
 def underscored(words: Sequence[str]) -> list[str]:

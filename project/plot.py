@@ -27,7 +27,8 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.schedules.catalogue import SCHEDULES
-from project.command_line import Parser, count
+from project.command_line import Parser
+from training.options import count
 
 OUTPUT = Path("submit_figures")
 MOST_STAGES, MOST_CELLS = 64, 2048  # drawn in seconds, and legible

@@ -143,9 +143,8 @@ class _FromPretrained(SequenceTask):
         self, num_tokens: int
     ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
         """See `SequenceTask`."""
-        args = self.args
-        config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, args.seed)
+        config = pretrained_config(self.args.model, num_tokens, self.args.dropout)
+        return config, pretrained_initializer(self.args.model, self.args.seed)
 
     def model_content(self) -> bytes:
         """A hash of the configuration and all weights. One pass over their files."""
