@@ -107,10 +107,11 @@ from project.figures.perfetto import write_trace
 from project.figures.recorded import Run, mean_and_std, speed_up
 from project.figures.steps import in_step, shares, steps_of
 from project.figures.style import plot_training, readable
+from project.strategies import PAGES
 from training.files import SUMMARY
 from training.launch.errors import UserError, counted
 
-STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
+STRATEGIES = [name for name in PAGES if name != "3d"]  # whose runs a number of ranks names
 YLABELS = {
     "training_time": "training time of an epoch (s)",
     "tokens_per_sec": "tokens per second, with padding",

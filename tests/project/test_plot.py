@@ -476,7 +476,7 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
         plot.named("ddp=3", Path("my runs"))
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
-        check("it must be a strategy (single, ddp, model, fsdp, pipeline, ", "throughput", name)
+        check("it must be a strategy (single, ddp, fsdp, pipeline, model, ", "throughput", name)
     for content in ("{", "[1]"):
         (folder / "summary.json").write_text(content)
         check("summary.json cannot be read", "memory", "ddp=2")
