@@ -22,9 +22,9 @@ import numpy as np
 
 from training.progress import moving
 
-from .tokens import Rows, Tokens, groups, write_tokens
+from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
 
-AT_ONCE = 64  # rows that are in memory together: one may be a book
+COPIED = 64  # rows that are in memory together while they are copied: one may be a book
 
 
 class StoredRows(Sequence[Any]):
@@ -53,16 +53,16 @@ class StoredRows(Sequence[Any]):
         """The rows with these numbers, which rise: from one stretch of the copy."""
         where = self.rows.where[numbers[0] : numbers[-1] + 1]
         begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
-        text = self.rows.mapped()[begin : where["end"][-1]].tobytes()
+        text = memoryview(self.rows.mapped()[begin : where["end"][-1]])  # read row by row
         ends = (where["end"] - begin).tolist()  # of rows in `text`
         sources = where["num_source"].tolist()
         for i in (np.asarray(numbers) - numbers[0]).tolist():
             first = ends[i - 1] if i else 0
             middle = first + sources[i]
             if len(self.keys) == 1:
-                yield text[first : ends[i]].decode()
+                yield str(text[first : ends[i]], "utf-8")
             else:
-                of = text[first:middle].decode(), text[middle : ends[i]].decode()
+                of = str(text[first:middle], "utf-8"), str(text[middle : ends[i]], "utf-8")
                 yield dict(zip(self.keys, of, strict=True))
 
     def without_empty(self) -> StoredRows:
@@ -91,7 +91,7 @@ def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> 
     """The rows, from their copy, which is made if it is not there."""
 
     def encoded() -> Iterator[Rows]:
-        for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), AT_ONCE):
+        for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), COPIED):
             texts = [row[key].encode() for row in some for key in keys]
             sizes = np.array([len(text) for text in texts]).reshape(-1, len(keys))
             ids = np.frombuffer(b"".join(texts), np.uint8)
