@@ -8,7 +8,6 @@ name alone. Weights are converted to the run's type, at least float32.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from training.files import hash_of
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, generator_for
@@ -147,14 +147,11 @@ class _FromPretrained(SequenceTask):
         return config, pretrained_initializer(self.args.model, self.args.seed)
 
     def model_content(self) -> bytes:
-        """A hash of the configuration and all weights. One pass over their files."""
+        """The configuration, and a hash of each file of weights."""
         settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
-        content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
-        for path in sorted({path for path, *_ in _stored(self.args.model).values()}):
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 24):
-                    content.update(chunk)
-        return content.digest()
+        files = sorted({path for path, *_ in _stored(self.args.model).values()})
+        content = [settings, *map(hash_of, files)]
+        return json.dumps(content, sort_keys=True, default=str).encode()
 
 
 class PretrainedTranslation(_FromPretrained, TranslationTask):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from training.files import hash_of
 from training.progress import moving
 
 from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
@@ -83,8 +84,7 @@ class StoredRows(Sequence[Any]):
 @lru_cache
 def _content(folder: Path) -> str:
     """A hash of a copy."""
-    rows = Tokens(folder, np.uint8)
-    return "".join(hashlib.sha256(of).hexdigest() for of in (rows.mapped(), rows.where))
+    return hash_of(folder / "ids") + hash_of(folder / "index")
 
 
 def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
