@@ -104,7 +104,7 @@ figures: report
 	$(RUN) project/train.py pipeline $(STEPS) --workdir workdir_figures/pipeline2
 	$(RUN) project/train.py 3d --dp 2 --pp 2 --tp 2 --model gpt2-mini --num_batches 6 \
 	  --workdir workdir_figures/3d2x2x2
-	$(RUN) project/plot.py schedule --schedule gpipe
+	$(RUN) project/plot.py schedule --schedule gpipe --num_devices 2 --n_chunk 4
 	$(RUN) project/plot.py schedule --schedule 1f1b
 	$(RUN) project/plot.py split_time $(RUNS)
 	$(RUN) project/plot.py throughput $(RUNS)

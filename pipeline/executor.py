@@ -211,7 +211,8 @@ class Dataflow:
             what = action.kind.name.lower().replace("_", " ")
             where = f"on stage {action.stage} ({device})"
             note = f"in the {what} of micro-batch {action.microbatch} {where}"
-            error.__notes__ = [*getattr(error, "__notes__", []), note]  # `add_note` of Python 3.11
+            # `add_note` of Python 3.11
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
             raise
 
 

@@ -11,9 +11,6 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
-from training.options import count
-
-__all__ = ["Parser", "count"]
 
 
 def underscored(words: Sequence[str]) -> list[str]:
@@ -64,18 +61,23 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, which parses everything through it."""
-        self._settle_usage()
-        self.words = words = underscored(sys.argv[1:] if args is None else args)
-        for word, value in zip(words, [*words[1:], None], strict=False):
-            if (re.fullmatch("--\\w+", word) and value == "") or re.fullmatch("--\\w+=", word):
-                self.error(f"{word.rstrip('=')}: its value is empty; leave it out, or give one")
-        return super().parse_known_args(self.words, namespace)
+        return super().parse_known_args(self._checked(args), namespace)
 
     def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The same: since Python 3.12.8 it does not call the one above."""
+        return super().parse_known_intermixed_args(self._checked(args), namespace)
+
+    def _checked(self, args: Sequence[str] | None) -> list[str]:
+        """The words of a command line. Ends the program at an empty one, as of an unset variable of
+        the shell. (Only a text to translate may be empty: see project/generate.py.)"""
         self._settle_usage()
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_intermixed_args(underscored(words), namespace)
+        self.words = words = underscored(sys.argv[1:] if args is None else args)
+        if words[:1] == [""]:
+            self.error("the first argument is empty")
+        for word, value in zip(words, [*words[1:], None], strict=False):
+            if (re.fullmatch("--\\w+", word) and value == "") or re.fullmatch("--\\w+=", word):
+                self.error(f"{word.rstrip('=')}: its value is empty; leave it out, or give one")
+        return words
 
     def _settle_usage(self) -> None:
         """The usage line of --help: of one form for every program and command."""

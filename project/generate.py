@@ -20,8 +20,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from project.command_line import Parser, count
-from training.options import Number, whole
+from project.command_line import Parser
+from training.options import Number, count, whole
 
 TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
 

@@ -47,8 +47,9 @@ from planning.describe import (
 )
 from planning.simulate import Simulator, Timed, Work, with_times
 from planning.table import COLUMNS, REQUIRED, compared, read_table, summary
-from project.command_line import Parser, count
+from project.command_line import Parser
 from training.launch.errors import refuse
+from training.options import count
 
 WIDTH = 30  # characters of a whole bar
 

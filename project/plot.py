@@ -27,7 +27,8 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.schedules.catalogue import SCHEDULES
-from project.command_line import Parser, count
+from project.command_line import Parser
+from training.options import count
 
 OUTPUT = Path("submit_figures")
 MOST_STAGES, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
@@ -78,7 +79,7 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         option("--workdir", **root)
     # fmt: on
     args = parser.parse_args(argv)
-    of_one = args.figure == "timeline" and "=" not in args.run  # where its trace is written, too
+    of_one = args.figure == "timeline" and is_folder(args.run)  # where its trace is written, too
     args.output = args.output or (Path(args.run) if of_one else OUTPUT)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
@@ -91,6 +92,11 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def is_folder(run: str) -> bool:
+    """Whether this is a workdir, which may be called lr=0.1, and no name such as ddp=2."""
+    return "=" not in run or Path(run).is_dir()
+
+
 if __name__ == "__main__":
     parse_plot()  # before torch and matplotlib are imported, which takes seconds
 
@@ -101,10 +107,11 @@ from project.figures.perfetto import write_trace
 from project.figures.recorded import Run, mean_and_std, speed_up
 from project.figures.steps import in_step, shares, steps_of
 from project.figures.style import plot_training, readable
+from project.strategies import PAGES
 from training.files import SUMMARY
 from training.launch.errors import UserError, counted
 
-STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
+STRATEGIES = [name for name in PAGES if name != "3d"]  # whose runs a number of ranks names
 YLABELS = {
     "training_time": "training time of an epoch (s)",
     "tokens_per_sec": "tokens per second, with padding",
@@ -322,9 +329,7 @@ def plot_memory(
 
 # The command line
 
-COMPARED = {
-    "split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory,
-}  # fmt: skip
+COMPARED = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
 
 
 def draw_figure(args: argparse.Namespace) -> list[Path]:
@@ -348,7 +353,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         sizes = args.num_devices, args.num_microbatches, args.chunks
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
     if name == "timeline":
-        run = named(args.run, args.workdir) if "=" in args.run else Run(Path(args.run))
+        run = Run(Path(args.run)) if is_folder(args.run) else named(args.run, args.workdir)
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
         drawn = draw_step(path(f"timeline_{run.name}"), step, "ideal", foot=describe(run))
         print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")

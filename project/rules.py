@@ -156,16 +156,14 @@ def warmup(args: Options, num_examples: int) -> Row:
 
 def of_model(args: Options) -> Iterator[Row]:
     """A GPT-2 that can be built from scratch."""
-    yield (
-        "vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,
-        f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
-        "--vocab_size 2048 works",
-    )  # fmt: skip
-    yield (
-        "model", args.model in PRESETS,
-        f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
-        "project/train.py ddp also takes pretrained weights",
-    )  # fmt: skip
+    yield from [
+        ("vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,
+         f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
+         "--vocab_size 2048 works"),
+        ("model", args.model in PRESETS,
+         f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
+         "project/train.py ddp also takes pretrained weights"),
+    ]  # fmt: skip
     gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
 
 

@@ -151,8 +151,7 @@ def run_rank(
     else:
         task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
     if world.world_size > 1:  # all ranks go on, or none
-        content = task.model_content()
-        check_same(world, run_things(vars(args), task.fingerprints(), content))
+        check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together

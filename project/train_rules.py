@@ -82,15 +82,13 @@ def of_strategy(args: Options) -> Iterator[Row]:
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
     yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
     sharded = args.strategy == "fsdp" or args.zero == 3
-    yield (
-        "recompute", args.recompute != "sqrt" or not sharded,
-        "shards of segments of several layers would be gathered once more",
-        "--recompute always works",
-    )  # fmt: skip
-    yield (
-        "strategy device", not (sharded and args.device == "mps"),
-        "gloo gathers no tensors of this device", "single, or --device cpu, works",
-    )  # fmt: skip
+    yield from [
+        ("recompute", args.recompute != "sqrt" or not sharded,
+         "shards of segments of several layers would be gathered once more",
+         "--recompute always works"),
+        ("strategy device", not (sharded and args.device == "mps"),
+         "gloo gathers no tensors of this device", "single, or --device cpu, works"),
+    ]  # fmt: skip
     if not vgg:
         yield from of_gpt2(args)
     if args.pp > 1 or strategy in ("pipeline", "model"):

@@ -40,10 +40,8 @@ from training.tasks.texts import SPLITS, Texts, load_pairs
 from training.tasks.tokens import collate_batch, get_tokenizer
 from training.timeline import Timeline
 
-__all__ = [
-    "collate_batch", "evaluate_bleu", "evaluate_loss", "get_tokenizer", "save_grad_weights",
-    "train",
-]  # fmt: skip
+# The course's functions that are defined elsewhere.
+__all__ = ["collate_batch", "evaluate_bleu", "evaluate_loss", "get_tokenizer", "train"]
 
 
 def save_grad_weights(model: nn.Module, rank: int) -> Path:

@@ -49,8 +49,9 @@ from .tasks.task import Score, TrainingTask
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
 OF_A_RUN = (
-    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", OPTIONS, SUMMARY,
-    PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json", CHECKPOINTS,
+    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", "report.html",
+    OPTIONS, SUMMARY, PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json",
+    CHECKPOINTS,
 )  # fmt: skip
 
 
@@ -198,7 +199,6 @@ class Results:
             return
         *lines, last = read_metrics(args.workdir)
         steps = [numbers for numbers in lines if "loss" in numbers]
-        seconds = [numbers["seconds"] for numbers in steps]
         score = self.task.score_name.lower()
         self.summary = {
             **options_of(args),
@@ -207,7 +207,7 @@ class Results:
             "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
-            "step_seconds": seconds,
+            "step_seconds": [numbers["seconds"] for numbers in steps],
             "peak_rss_bytes": peaks,
             "state_bytes": {kind: [state[kind] for state in states] for kind in states[0]},
             "loss": [numbers["loss"] for numbers in steps],  # null: skipped

@@ -49,7 +49,7 @@ def plot_schedule(
     held = ", ".join(map(str, peak_alive(schedule)))
     foot = f"activations of a rank, at most, in micro-batches of a stage: {held}"
     panels = {"": events_of(step)}
-    return draw_gantt(path, panels, step.simulator.ranks, title=title, foot=foot, unit=" clocks")
+    return draw_gantt(path, panels, step.simulator.ranks, title=title, foot=foot, unit="clock")
 
 
 def draw_step(path: Path, step: Compared, below: str, *, foot: str) -> Path:
@@ -97,7 +97,7 @@ def draw_gantt(
     """Draws panels by their headings, one below the other, on one scale, with a row per worker.
     `ranks`: of the stages of the schedule; `longer`: of the workers of a measured panel."""
     total = max(map(duration, panels.values())) or 1.0
-    scale = EngFormatter(unit, sep="" if unit.startswith(" ") else " ")
+    scale = EngFormatter(unit if unit == "s" else "")
     heights = [0.65 * len(workers) + 0.4 for workers in panels.values()]
     grid = {"nrows": len(panels), "height_ratios": heights, "sharex": True}
     found, num_stages = {"idle"}, len(ranks)
@@ -116,6 +116,7 @@ def draw_gantt(
             ax.set_yticks(range(len(workers)), labels, color=INK)
             ax.set(ylim=(len(workers) - 0.5, -0.5), xlim=(0, total))
             ax.xaxis.set_major_formatter(scale)
+        axes[-1].set_xlabel("" if unit == "s" else unit)
         legend(fig, found)
     return path
 

@@ -60,6 +60,7 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
         (DP + "--workdir", "--workdir: it needs a value"),
         (DP + "--workdir=", "--workdir: its value is empty; leave it out, or give one"),
         (DP + "--dataset '' --resume", "--dataset: its value is empty; leave it out, or give one"),
+        ("train ''", "the first argument is empty"),
         (DP + "--workdir --resume", "--workdir: it needs a value"),
         (DP + "--print_config=yes", "--print_config yes: it takes no value"),
         (PP + "--n_chunk 0", f"--n_chunk 0: it must be {COUNT}"),

@@ -311,13 +311,15 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
         assert foot(fig).endswith(f"the limit is {limit / 1e6:,.0f} MB")
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_a_timeline_is_drawn_beside_its_run_and_a_course_figure_into_submit_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    Path("lr=0.1").mkdir()
     for line, where in (
         ("timeline my_runs/pp", "my_runs/pp"), ("timeline pipeline=2", "submit_figures"),
         ("training my_runs/pp", "submit_figures"), ("schedule", "submit_figures"),
-        ("timeline my_runs/pp --output here", "here"),
+        ("timeline my_runs/pp --output here", "here"), ("timeline lr=0.1", "lr=0.1"),
     ):  # fmt: skip
         assert plot.parse_plot(line.split()).output == Path(where)
     with pytest.raises(SystemExit):
@@ -474,7 +476,7 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
         plot.named("ddp=3", Path("my runs"))
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
-        check("it must be a strategy (single, ddp, model, fsdp, pipeline, ", "throughput", name)
+        check("it must be a strategy (single, ddp, fsdp, pipeline, model, ", "throughput", name)
     for content in ("{", "[1]"):
         (folder / "summary.json").write_text(content)
         check("summary.json cannot be read", "memory", "ddp=2")

@@ -141,7 +141,9 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
     kept = ["config.json", "my_notes.json", "exported"]
     worth = ["rank0_results_epoch0.json", "timeline_rank1.json", "checkpoints/000001-epoch0-step4"]
     for n, name in enumerate(worth, 1):
-        for other in (*kept, "training.png", "timeline_w.png", "options.json", "metrics.jsonl"):
+        for other in (
+            *kept, "training.png", "timeline_w.png", "report.html", "options.json", "metrics.jsonl"
+        ):  # fmt: skip
             (tmp_path / other).write_text(str(n))
         (tmp_path / "checkpoints").mkdir()
         assert set_aside(tmp_path) is None  # it was stopped before the end of an epoch
@@ -150,7 +152,7 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
         assert folder == tmp_path / f"earlier_{n}"
         assert (folder / "training.png").read_text() == str(n)
         assert (folder / name).exists()
-        assert len(list(folder.iterdir())) == (5 if "/" in name else 6)
+        assert len(list(folder.iterdir())) == (6 if "/" in name else 7)
     assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
 
 

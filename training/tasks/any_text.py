@@ -11,6 +11,7 @@ in memory.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,20 @@ END = "<|endoftext|>"  # GPT-2's own: after every document
 BIG = 1 << 26  # bytes of files of which a copy is made
 COPIES = {1: "text", 2: "pairs"}  # the folder of a copy, by the number of texts in a row
 HELD_OUT = 20  # of plain text, one part in so many is held out for validation
+PIECE, READ = 4096, 1 << 20  # letters
+# Where byte-level BPE has no token on both sides.
+BREAK = re.compile(r"(?<=\S\n)(?=\S)|(?<=[^\W_])(?=\s+\S)")
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
+    one document."""
+    first = 0
+    while first < len(text):
+        found = BREAK.search(text, first + PIECE)
+        end = found.start() if found else len(text)
+        yield text[first:end]
+        first = end
 
 
 @dataclass
@@ -79,18 +94,17 @@ def load_texts(
     """
     refuse_one_language(src, tgt)
     with refused_if_unreadable(dataset):
-        found, copy, whole = _read(dataset, src, tgt, folder)
+        found, copy = _read(dataset, src, tgt, folder)
         plain = is_plain(dataset, found, src, tgt)
     keys = ("text",) if plain else (src, tgt)
-    end = ""
     if copy is not None:
         copy /= COPIES[len(keys)]
-        end = END if whole else ""
     rows: dict[str, Sequence[Any]] = {}
     with refused_if_unreadable(dataset):
         for split in [split for split in SPLITS if split in found]:
             if plain:
-                every = _with_ends(texts_of(dataset, split, found[split], keys), end)
+                whole = copy is not None and not isinstance(found[split], _LongTexts)
+                every = _ended(texts_of(dataset, split, found[split], keys), END if whole else "")
             else:
                 every = pairs_of(dataset, split, found[split], keys)
             rows[split] = list(every) if copy is None else store(copy / split, every, keys)
@@ -101,22 +115,20 @@ def load_texts(
 
 def _read(
     dataset: str, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None, bool]:
-    """The rows of each split; where to copy them to if they are many; whether a row of text is a
-    document that still needs its end token."""
+) -> tuple[Mapping[str, Any], Path | None]:
+    """The rows of each split, and where to copy them to if they are many."""
     folder = folder_of_lines(dataset, src, tgt)
     if folder is not None:
         paths = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
-        lines = parallel_lines(dataset, folder, src, tgt)
-        return lines, _copy_of_files(copies, paths), True
+        return parallel_lines(dataset, folder, src, tgt), _copy_of_files(copies, paths)
     if Path(dataset).exists():
         return _rows_of_files(Path(dataset), src, tgt, copies)
     found = from_hub(dataset)
     if copies is None:
-        return found, None, True
+        return found, None
     size = sum(rows.data.nbytes for rows in found.values())
     of = [rows._fingerprint for rows in found.values()]
-    return found, _copy(copies, size, of, src, tgt), True
+    return found, _copy(copies, size, of, src, tgt)
 
 
 def _copy(copies: Path | None, size: int, *content: Any) -> Path | None:
@@ -135,31 +147,44 @@ def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) ->
 
 def _rows_of_files(
     path: Path, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None, bool]:
+) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
     reader, options, files = files_of(path, src, tgt)
     if not files:
-        return {}, None, True
+        return {}, None
     copy = _copy_of_files(copies, [file for some in files.values() for file in some], src, tgt)
     escaped = escape(files)
     if copy is None:
-        return load_splits(str(path), reader, data_files=escaped, **options), None, True
+        return load_splits(str(path), reader, data_files=escaped, **options), None
     for keys in ((src, tgt), ("text",)):
         places = {split: copy / COPIES[len(keys)] / split for split in files}
         # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
         if all(place.exists() for place in places.values()):
-            return {split: StoredRows(place, keys) for split, place in places.items()}, copy, False
+            return {split: StoredRows(place, keys) for split, place in places.items()}, copy
     if reader != "text":
-        return load_splits(str(path), reader, True, data_files=escaped, **options), copy, True
-    rows = load_splits(str(path), reader, True, data_files=escaped, keep_linebreaks=True)
-    return {split: lines.map(_joined, batched=True) for split, lines in rows.items()}, copy, False
+        return load_splits(str(path), reader, True, data_files=escaped, **options), copy
+    return {split: _LongTexts(some) for split, some in files.items()}, copy
 
 
-def _joined(lines: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {"text": ["".join(lines["text"])]}
+@dataclass(frozen=True)
+class _LongTexts:
+    """The pieces of text files, with an end token after each file. They are read anew each time. A
+    file may be one long line."""
+
+    files: Sequence[Path]
+
+    def __iter__(self) -> Iterator[Pair]:
+        for path in self.files:
+            rest = ""
+            with path.open(encoding="utf-8") as file:
+                while more := file.read(READ):
+                    *whole, rest = pieces(rest + more)
+                    for text in whole:
+                        yield {"text": text}
+            yield {"text": rest + END}
 
 
-def _with_ends(rows: Iterable[Pair], end: str) -> Iterator[Pair]:
+def _ended(rows: Iterable[Pair], end: str) -> Iterator[Pair]:
     """Documents, with `end` after each that is not blank."""
     for row in rows:
         text = row["text"]

@@ -16,39 +16,22 @@ Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 20
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from training.launch.errors import UserError
 from training.launch.world import World
 
-from .any_text import END
+from .any_text import END, pieces
 from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .tokens import AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
 
-if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    pass
-
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
-PIECE = 4096  # letters
-LINE = re.compile(r"(?<=\S\n)(?=\S)")  # where byte-level BPE has no token on both sides
-
-
-def pieces(text: str) -> Iterator[str]:
-    """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
-    one document."""
-    first = 0
-    while first < len(text):
-        found = LINE.search(text, first + PIECE)
-        end = found.start() if found else len(text)
-        yield text[first:end]
-        first = end
 
 
 class LanguageTask(SequenceTask):

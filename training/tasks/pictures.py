@@ -103,12 +103,8 @@ def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
     for i, name in enumerate(CLASSES[label] for label in labels):
         random = np.random.default_rng([*seed, i])
         x, y, turn, scale = random.random(4)
-        across, down, angle, unit = (
-            axis[None] - x,
-            axis[:, None] - y,
-            0.6 * (turn - 0.5),
-            0.2 + 0.1 * scale,
-        )
+        across, down = axis[None] - x, axis[:, None] - y
+        angle, unit = 0.6 * (turn - 0.5), 0.2 + 0.1 * scale
         u = (across * np.cos(angle) + down * np.sin(angle)) / unit  # [32, 32]
         v = (down * np.cos(angle) - across * np.sin(angle)) / unit
         below, above = 0.5 * random.random((2, 3, 1, 1)) + [[[[0.0]]], [[[0.5]]]]  # two colours

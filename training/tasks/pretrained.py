@@ -8,7 +8,6 @@ name alone. Weights are converted to the run's type, at least float32.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from training.files import hash_of
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, generator_for
@@ -113,17 +113,6 @@ def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None
     return read
 
 
-def model_content(name: str, config: GPT2Config) -> bytes:
-    """A hash of the model `name`: its configuration and all weights. One pass over its files."""
-    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
-    for path in sorted({path for path, *_ in _stored(name).values()}):
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 24):
-                content.update(chunk)
-    return content.digest()
-
-
 def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
     """Each parameter's file, name in it and shape, by its name without PREFIX."""
     from huggingface_hub import snapshot_download
@@ -154,13 +143,15 @@ class _FromPretrained(SequenceTask):
         self, num_tokens: int
     ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
         """See `SequenceTask`."""
-        args = self.args
-        config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, args.seed)
+        config = pretrained_config(self.args.model, num_tokens, self.args.dropout)
+        return config, pretrained_initializer(self.args.model, self.args.seed)
 
     def model_content(self) -> bytes:
-        """See the function of this name."""
-        return model_content(self.args.model, self.config)
+        """The configuration, and a hash of each file of weights."""
+        settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
+        files = sorted({path for path, *_ in _stored(self.args.model).values()})
+        content = [settings, *map(hash_of, files)]
+        return json.dumps(content, sort_keys=True, default=str).encode()
 
 
 class PretrainedTranslation(_FromPretrained, TranslationTask):

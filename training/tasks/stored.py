@@ -20,9 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from training.files import hash_of
 from training.progress import moving
 
 from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
+
+COPIED = 64  # rows that are in memory together while they are copied: one may be a book
 
 
 class StoredRows(Sequence[Any]):
@@ -51,16 +54,16 @@ class StoredRows(Sequence[Any]):
         """The rows with these numbers, which rise: from one stretch of the copy."""
         where = self.rows.where[numbers[0] : numbers[-1] + 1]
         begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
-        text = self.rows.mapped()[begin : where["end"][-1]].tobytes()
+        text = memoryview(self.rows.mapped()[begin : where["end"][-1]])  # read row by row
         ends = (where["end"] - begin).tolist()  # of rows in `text`
         sources = where["num_source"].tolist()
         for i in (np.asarray(numbers) - numbers[0]).tolist():
             first = ends[i - 1] if i else 0
             middle = first + sources[i]
             if len(self.keys) == 1:
-                yield text[first : ends[i]].decode()
+                yield str(text[first : ends[i]], "utf-8")
             else:
-                of = text[first:middle].decode(), text[middle : ends[i]].decode()
+                of = str(text[first:middle], "utf-8"), str(text[middle : ends[i]], "utf-8")
                 yield dict(zip(self.keys, of, strict=True))
 
     def without_empty(self) -> StoredRows:
@@ -81,15 +84,14 @@ class StoredRows(Sequence[Any]):
 @lru_cache
 def _content(folder: Path) -> str:
     """A hash of a copy."""
-    with (folder / "ids").open("rb") as ids, (folder / "index").open("rb") as index:
-        return "".join(hashlib.file_digest(file, "sha256").hexdigest() for file in (ids, index))
+    return hash_of(folder / "ids") + hash_of(folder / "index")
 
 
 def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
     """The rows, from their copy, which is made if it is not there."""
 
     def encoded() -> Iterator[Rows]:
-        for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), AT_ONCE):
+        for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), COPIED):
             texts = [row[key].encode() for row in some for key in keys]
             sizes = np.array([len(text) for text in texts]).reshape(-1, len(keys))
             ids = np.frombuffer(b"".join(texts), np.uint8)

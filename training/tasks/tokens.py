@@ -27,6 +27,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -208,19 +209,23 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
                 return
             shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
             part.mkdir()
             with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
                 for some in make():
-                    some.ids.astype(dtype).tofile(ids)
-                    rows = np.empty(len(some.sizes), INDEX)
+                    ids.write(some.ids.astype(dtype))  # numpy's `tofile` may not see a full disk
+                    rows: Any = np.empty(len(some.sizes), INDEX)
                     rows["end"] = end + np.cumsum(some.sizes)
                     rows["num_source"] = some.num_source
-                    rows.tofile(index)
+                    index.write(rows)
                     end = rows["end"][-1]
+                for file in (ids, index):  # the content is on disk before the name
+                    file.flush()
+                    os.fsync(file.fileno())
             part.replace(folder)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from tests.project.programs import TINY, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
-from training.tasks.language import pieces
+from training.tasks.any_text import pieces
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
 from training.tasks.tokens import (
@@ -145,6 +149,37 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
         write_tokens(tmp_path / "file" / "name", list, np.uint16)
 
 
+@pytest.mark.parametrize(("tokens", "room"), [(9, 12), (1, 8)], ids=["ids", "index"])
+def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
+    """Though a library keeps the last bytes to itself until the end."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file
+    try:
+        with pytest.raises(RunError, match=r"/name: cannot be written .File too large"):
+            one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
+            write_tokens(tmp_path / "name", lambda: [one], np.uint16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "name").exists()
+
+
+def test_the_content_is_on_disk_before_the_name_and_locks_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some file systems of clusters."""
+    synced: list[int] = []
+
+    def sync(file: int) -> None:
+        assert not (tmp_path / "name").exists()
+        synced.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr("os.fsync", sync)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "No locks")))
+    one = Rows(np.array([5, 6, 7]), np.array([3]), np.array([2]))
+    write_tokens(tmp_path / "name", lambda: [one], np.uint16)
+    assert synced == [6, 12] and rows(Tokens(tmp_path / "name", np.uint16)) == [([5, 6, 7], 2, 0)]
+
+
 def test_a_second_start_takes_the_tokens_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +208,11 @@ def test_a_second_start_takes_the_tokens_of_the_first(
 def test_a_long_text_has_the_same_tokens_in_pieces(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.tasks.language.PIECE", 5)
-    text = "Der Hund.\n\nDie Katze \n im\r\nGarten.\n   Ja,\n\n\n\tsie\nsieht ihn.\nUnd\ndann.\n"
+    """Cut at lines and, where a line is long, at words."""
+    monkeypatch.setattr("training.tasks.any_text.PIECE", 5)
+    text = "Der Hund.\n\nDie Katze \n im\r\nGarten.\n   Ja,\n\n\n\tsie\nsieht ihn.\nUnd\ndann \n"
     found = list(pieces(text))
-    assert [text.index(piece) for piece in found[1:]] == [49, 60]
+    assert [text.index(piece) for piece in found[1:]] == [14, 20, 25, 48, 54, 60]
     assert "".join(found) == text
     every = tokens_of([found[:2], found[2:]], tokenizer)
     assert [t for ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
