@@ -64,12 +64,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices
     return OneOnDevices(config, log)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """The tests have imported what the server has. (Their tensors are small: they need no second
-    thread, and a fork would not have it.)"""
+    thread, and a fork would not have it.) What ranks print belongs to the test that runs them."""
     from tests.ranks import start_server
 
+    capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
     start_server()
+    capture.suspend_global_capture()
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,16 @@ rank's traceback.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +29,6 @@ from runtime.shared_memory import SharedBuffers
 from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
-MOST = 1 << 16  # descriptors are below this
 LIBRARIES = [
     "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "sacrebleu",
     "tests.project.programs",
@@ -52,15 +51,15 @@ def start_server() -> None:
 
 
 def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
-    """In the place of starting a Python with `-c` and a program. What is not passed on is closed:
-    one of these descriptors tells the server that nobody needs it any more."""
+    """In the place of starting a Python with `-c` and a program. Closes the other end of the pipe
+    that tells the server, by its end, that nobody needs it any more."""
     child = os.fork()
     if child == 0:
         try:
-            faulthandler.disable()  # pytest's, into such a descriptor
-            first, second = sorted(passed)
-            for start, end in ((3, first), (first + 1, second), (second + 1, MOST)):
-                os.closerange(start, end)
+            for fd in {int(path.name) for path in Path("/dev/fd").iterdir()} - {*passed}:
+                with suppress(OSError):  # the list's own
+                    if any(os.path.sameopenfile(fd, other) for other in passed):
+                        os.close(fd)
             exec(command[-1], {"__name__": "__main__"})
         finally:
             os._exit(0)
@@ -78,7 +77,10 @@ def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connectio
     store = connect(LOOPBACK, port, LIMIT)
     setup(rank, world_size, backend, store=store, timeout=LIMIT)
     while True:
-        function, args = inbox.recv()
+        try:
+            function, args = inbox.recv()
+        except EOFError:  # the tests are over
+            return
         end_groups()
         try:
             inbox.send((True, function(rank, world_size, *args)))
