@@ -64,11 +64,10 @@ class Group(NamedTuple):
 
     def scatter(self, size: float) -> float:
         """Seconds of a reduce-scatter or all-gather of ``size`` bytes, by a ring."""
-        if self.size == 1:
-            return 0.0
-        nodes = self.size // self.inside
-        hops = (self.size - nodes) * self.link + (nodes if nodes > 1 else 0) * self.network
-        return size * (self.size - 1) / self.size / self.bandwidth + hops
+        hops, nodes = self.size - 1, self.size // self.inside
+        between = min(hops, nodes) if nodes > 1 else 0  # of the hops, those that leave a node
+        latency = (hops - between) * self.link + between * self.network
+        return size * hops / self.size / self.bandwidth + latency
 
     def reduce(self, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes, by a ring."""
@@ -76,10 +75,11 @@ class Group(NamedTuple):
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
-    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it."""
+    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it. Of more
+    than two ranks, as many are in a node as are in every group: of 6 of nodes of 8, only 2."""
     per_node = machine.gpus_per_node
     inside = max(1, min(size, per_node // stride))
-    while size % inside:
+    while inside > 1 and (size % inside or (size > 2 and per_node % (inside * stride))):
         inside -= 1
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:

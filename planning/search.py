@@ -14,6 +14,7 @@ from typing import Any
 
 from .cost import PricedStep
 from .describe import Layout, Machine, Model, model_of
+from .passes import group
 
 NAMES = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
@@ -101,7 +102,7 @@ def search(
         )
     best = fastest(steps, top)
     if not best:
-        least = min(steps[:: max(1, len(steps) // 50)], key=lambda step: step.memory_gb)
+        least = min(steps, key=lambda step: step.memory_gb)
         raise ValueError(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
@@ -154,8 +155,9 @@ def why(best: PricedStep, other: PricedStep) -> str:
     grown = {k: v - best.parts[k] for k, v in other.parts.items()}
     part = max(grown, key=grown.__getitem__)
     reason = REASONS[part].format(share=f"{other.parts[part] / other.seconds:.0%}")
-    if part == "tensor" and other.layout.tp > other.machine.gpus_per_node:
-        reason = f"tp {other.layout.tp} leaves the node: {reason}"
+    tp = other.layout.tp
+    if part == "tensor" and group(other.machine, tp, 1).inside < tp:
+        reason = f"tp {tp} leaves the node: {reason}"
     if other.layout.recompute != "never" == best.layout.recompute:
         reason = "it computes every forward twice"
     if ratio < -0.0005:
@@ -205,10 +207,8 @@ def options(layout: Layout) -> str:
 def command(model: Model, layout: Layout, machine: Machine, preset: str | None) -> str:
     """That trains with this layout. For several nodes, which share the ranks equally, it is typed
     on each, with FIRST_HOST and THIS_HOST replaced."""
-    fewest = -(-layout.gpus // machine.gpus_per_node)
-    nodes = next(n for n in range(fewest, layout.gpus + 1) if layout.gpus % n == 0)
     start = "python project/train.py"
-    if nodes > 1:
+    if (nodes := layout.nodes(machine.gpus_per_node)) > 1:
         start = (
             f"torchrun --nnodes {nodes} --nproc-per-node {layout.gpus // nodes} "
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 --rdzv-id my_run "
