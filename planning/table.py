@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from typing import Any
 from pipeline.schedules.catalogue import SCHEDULES
 
 from .cost import LOGITS, PricedStep
-from .describe import PRESETS, Layout, Machine, Model, is_number
+from .describe import PRESETS, Layout, Machine, Model, as_number
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 COLUMNS = (
@@ -34,14 +35,16 @@ COLUMNS = (
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
     "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
-    "none": "never", "full": "always", "afab": "gpipe",
-    "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
-    "interleaved_1f1b": "interleaved", "full_shard": "3", "shard_grad_op": "2", "no_shard": "0",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp_fp16": "fp16",
-    "amp_bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
+    "none": "never", "full": "always", "recompute 1": "always", "recompute 0": "never",
+    "afab": "gpipe", "zb-h1": "zb", "zbh1": "zb", "zb-1p": "zb", "zb1p": "zb", "zb-v": "zbv",
+    "v-half": "vhalf", "v-min": "vmin", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
+    "1f1b-interleaved": "interleaved", "schedule never": "1f1b", "full-shard": "3", "fsdp": "3",
+    "shard-grad-op": "2", "no-shard": "0", "ddp": "0", "zero-1": "1", "zero-2": "2", "zero-3": "3",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp-fp16": "fp16",
+    "amp-bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
 SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
-SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "seq")
+SIZES = tuple(Model.__dataclass_fields__)
 
 Row = Mapping[str, str]
 
@@ -55,10 +58,9 @@ def read_table(path: Path) -> list[dict[str, str]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     table = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
-    rows = [
-        {SPELLINGS.get(key.strip(), key.strip()): cell or "" for key, cell in row.items() if key}
-        for row in table
-    ]
+    names = [name.strip().lower() for name in table.fieldnames or ()]
+    table.fieldnames = [SPELLINGS.get(name, name) for name in names]
+    rows = [{n: cell or "" for n, cell in row.items() if n} for row in table if any(row.values())]
     if not rows:
         raise ValueError(f"{path}: it has no rows")
     for name in rows[0].keys() - set(COLUMNS):
@@ -75,11 +77,12 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
-        # pandas writes 2.0 for 2 where another cell of the column is empty
-        words = {name: text.strip().lower().removesuffix(".0") for name, text in row.items()}
-        super().__init__(
-            {name: SPELLINGS.get(text, text) for name, text in words.items() if text not in SILENT}
-        )
+        for name, cell in row.items():
+            # pandas writes 2.0 for 2 where another cell of the column is empty
+            text = re.sub("[ _]", "-", cell.strip().lower().removesuffix(".0"))
+            text = SPELLINGS.get(text, text)
+            if text not in SILENT:
+                self[name] = SPELLINGS.get(f"{name} {text}", text)
 
     def number(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number."""
@@ -88,11 +91,11 @@ class Cells(dict[str, str]):
             if default is None:
                 raise ValueError(f"{name} is empty")
             return default
-        if not is_number(text) or not float(text).is_integer():
+        if not (found := as_number(text)).is_integer():
             raise ValueError(f"{name} is {text!r}, and must be a whole number")
-        if (found := int(float(text))) < least:
-            raise ValueError(f"{name} is {found}, and must be {least} or more")
-        return found
+        if found < least:
+            raise ValueError(f"{name} is {found:g}, and must be {least} or more")
+        return int(found)
 
     def word(self, name: str, default: str, known: Iterable[str]) -> str:
         """One of the known words."""
@@ -105,9 +108,9 @@ class Cells(dict[str, str]):
         text = self.get(name, "oom")
         if text in ("oom", "0"):
             return None
-        if not is_number(text) or not 0 < float(text) < math.inf:
+        if not 0 < (found := as_number(text)) < math.inf:
             raise ValueError(f"{name} is {text!r}, and must be a number above 0, empty, or oom")
-        return float(text)
+        return found
 
     def fits(self) -> bool | None:
         """Whether the run had enough memory; None if it is not said."""
@@ -153,15 +156,11 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
         cells.word("precision", "bf16" if "bf16" in machine.tflops else "fp16", machine.tflops),
         "pp-dp-tp",
     )  # fmt: skip
-    per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
-    share = machine.network_gbs * per / machine.gpus_per_node
     # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
     attention = "flash" if zero > 1 or model.gated_mlp else machine.attention
     loss = cells.word("loss", "fused" if zero > 1 else machine.loss, LOGITS)
-    nodes = replace(
-        machine, gpus_per_node=per, network_gbs=share, attention=attention,
-        loss=loss,  # type: ignore[arg-type]
-    )  # fmt: skip
+    nodes = machine.with_nodes(number("gpus_per_node", machine.gpus_per_node))
+    nodes = replace(nodes, attention=attention, loss=loss)  # type: ignore[arg-type]
     if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
         nodes = replace(nodes, balance="uniform", gathered="again")
     return model, layout, nodes

@@ -30,6 +30,14 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
         "bf16",
         True,
     )
+    for change, attribute, value in (
+        ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2),
+        ({"zero": "DDP"}, "zero", 0),
+        ({"schedule": "ZB_H1"}, "schedule", "zb"), ({"schedule": "none"}, "schedule", "1f1b"),
+        ({"schedule": "Interleaved 1F1B", "chunks": "2", "pp": "2"}, "schedule", "interleaved"),
+        ({"recompute": "True"}, "recompute", "always"), ({"recompute": "0"}, "recompute", "never"),
+    ):  # fmt: skip
+        assert getattr(row_of(row | change, A100)[1], attribute) == value
     for change, message in (
         ({"dp": "3"}, "dp 3 x tp 2 x pp 1 is 6, and gpus is 8"),
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
@@ -59,14 +67,17 @@ def test_layouts_of_one_model_are_compared_and_whole_numbers_may_have_a_point() 
         (12, 8, True), (12, 4, True), (48, 8, True), (48, 16, True)
     ]  # fmt: skip
     assert "regret" not in summary(found)  # no two rows have the same model, GPUs and batch
+    table[1] |= {"gpus": "8", "dp": "8.0", "gated_mlp": "1"}
+    assert "regret" not in summary(compared(table, A100))
 
 
 def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
-        "n_layer,n_embd,n_head,vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n", "utf-8"
+        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n,,,,,,\n", "utf-8"
     )
-    assert row_of(read_table(path)[0], A100)[1].batch_size == 3
+    (row,) = read_table(path)  # a spreadsheet's last lines are empty
+    assert row_of(row, A100)[1].batch_size == 3
     path.write_text("layers,hidden,heads,vocab,seq,gpus,global_batch,micro_batc\n", "utf-8")
     path.write_text(path.read_text("utf-8") + "2,8,2,9,4,1,3,2\n", "utf-8")
     with pytest.raises(ValueError, match="micro_batc is unknown; did you mean micro_batch"):
