@@ -93,7 +93,8 @@ class PricedStep:
         machine = machine.with_nodes(layout.gpus // layout.nodes(machine.gpus_per_node))
         self.model, self.layout, self.machine = model, layout, machine
         self.blocks = blocks_of_stages(model, layout, machine)
-        self.cost = costs(model, layout, machine)
+        self.block, self.head = costs(model, layout, machine)
+        self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
         tp, dp, pp, n = layout.tp, layout.dp, layout.pp, layout.stages
         outer = layout.order == "pp-dp-tp"  # stages are outermost
         self.replicas = group(machine, dp, tp if outer else tp * pp)
@@ -141,11 +142,11 @@ class PricedStep:
         return _prepared(name, pp, num_microbatches, chunks, early)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
-        layout, dp, cost = self.layout, self.replicas, self.cost
+        layout, dp = self.layout, self.replicas
         skew = self.machine.skew if layout.tp > 1 else 0.0
         forward, backward, late = (
             Pass().plus(block, blocks).plus(head, last).with_waits(skew)
-            for block, head in zip(cost.block, cost.head, strict=True)
+            for block, head in zip(self.block, self.head, strict=True)
         )
         tables = first + (last and not self.one_table)
         number = (blocks * self.model.block + tables * self.model.table) / layout.tp
@@ -285,7 +286,8 @@ class PricedStep:
         # parameters, whose 16 bits are only gathered.
         single = self.size == 4 or layout.zero == 3
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-        peaks = self._numbers(lambda s: peak_alive(s.schedule, lambda k: self.stages[k].held))
+        held = [stage.held for stage in self.stages]
+        peaks = self._numbers(lambda s: peak_alive(s.schedule, held.__getitem__))
         for mine, peak in zip(self.of_ranks, peaks, strict=True):
             number = sum(stage.parameters for stage in mine)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
@@ -297,11 +299,6 @@ class PricedStep:
     def memory_gb(self) -> float:
         """Of the fullest GPU, GiB."""
         return max(rank.gib for rank in self.memory)
-
-    @property
-    def usable_gb(self) -> float:
-        """GiB of a GPU, less its fragments."""
-        return self.machine.memory_gb * (1 - FRAGMENTS)
 
     @property
     def fits(self) -> bool:

@@ -97,15 +97,8 @@ class Passes(NamedTuple):
     weights: Pass  # the part of backward that computes gradients of weights
 
 
-class Costs(NamedTuple):
-    """The passes of a block, and of the head."""
-
-    block: Passes
-    head: Passes
-
-
-def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
-    """What a micro-batch costs on one of the tp ranks of a stage."""
+def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes]:
+    """What a micro-batch costs on one of the tp ranks of a stage: in a block, and in the head."""
     tp, size, s = layout.tp, BYTES[layout.precision], model.seq
     b, h, f = layout.micro_batch, model.hidden, model.ffn
     t = b * s
@@ -167,7 +160,7 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
              exchanged / 2, 2 * LAUNCHES * host + collective / 2),
         Pass(product(h, v, t), host=LAUNCHES * host / 2),
     )  # fmt: skip
-    return Costs(Passes(there, back, Pass(weights, host=LAUNCHES * host)), head)
+    return Passes(there, back, Pass(weights, host=LAUNCHES * host)), head
 
 
 def gradient_bytes(layout: Layout) -> int:

@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
@@ -104,27 +105,16 @@ class Simulator:
 
     def _order(self) -> list[int]:
         """All actions, each after its dependencies and after those before it on its rank."""
-        firsts = [0, *accumulate(map(len, self.schedule))]
-        at, ends = firsts[:-1], firsts[1:]
-        done = [False] * len(self.actions)
-        waiting: defaultdict[int, list[int]] = defaultdict(list)  # ranks, by the action they need
-        runnable, order = list(range(len(at))), list[int]()
-        while runnable:
-            r = runnable.pop()
-            while at[r] < ends[r]:
-                missing = next((k for k in self.needs[at[r]] if not done[k]), None)
-                if missing is not None:
-                    waiting[missing].append(r)
-                    break
-                done[at[r]] = True
-                order.append(at[r])
-                runnable += waiting.pop(at[r], ())
-                at[r] += 1
-        stuck = [self.actions[k] for k, end in zip(at, ends, strict=True) if k < end]
-        if stuck:
+        waits = {k: list(needs) for k, needs in enumerate(self.needs)}
+        for k in range(1, len(waits)):
+            if self.rank[k - 1] == self.rank[k]:
+                waits[k].append(k - 1)
+        try:
+            return list(TopologicalSorter(waits).static_order())
+        except CycleError as error:
+            stuck = [self.actions[k] for k in error.args[1]]
             named = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
-            raise ValueError(f"deadlock: what comes first never can: {named}")
-        return order
+            raise ValueError(f"deadlock: each waits for the one before it: {named}") from None
 
     def run(self, work: Work) -> Simulation:
         """When everything happens, from 0."""

@@ -41,6 +41,7 @@ from planning.describe import (
     Layout,
     Machine,
     Model,
+    as_number,
     machine,
     machines,
     model_of,
@@ -263,10 +264,7 @@ def run_check(args: argparse.Namespace) -> None:
 
 def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
     """The values of n ranks, each dealt to its `parts` stages. Raises ValueError."""
-    try:
-        values = [float(value) for value in text.split(",")]
-    except ValueError:
-        values = []
+    values = [as_number(value) for value in text.split(",")]
     if len(values) not in (1, n) or not all(0 <= value < math.inf for value in values):
         raise ValueError(
             f"--{name} {text}: one finite number, 0 or more, or {n}, one for each of --stages {n}"

@@ -104,7 +104,7 @@ def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
         step = PricedStep(MODEL, Layout(4, pp=4, batch_size=m, schedule=schedule), A100)
         simulator = step.simulator(m)
         assert step.seconds == pytest.approx(simulator.run(step.work()).seconds, rel=1e-3)
-        held = peak_alive(simulator.schedule, lambda s, step=step: step.stages[s].held)
+        held = peak_alive(simulator.schedule, [stage.held for stage in step.stages].__getitem__)
         assert [rank.activations for rank in step.memory] == pytest.approx(held, rel=0.1)
 
 
@@ -170,7 +170,7 @@ def test_torch_does_not_compute_the_last_product_again() -> None:
     for zero, part in ((1, 1), (3, 2 / 3)):
         layout = Layout(8, dp=8, batch_size=64, micro_batch=8, zero=zero)
         again, never = (
-            PricedStep(MODEL, replace(layout, recompute=word), A100).cost.block
+            PricedStep(MODEL, replace(layout, recompute=word), A100).block
             for word in ("always", "never")
         )
         repeated = again[1].products - never[1].products
@@ -179,8 +179,8 @@ def test_torch_does_not_compute_the_last_product_again() -> None:
 
 def test_the_embedding_and_the_head_are_summed_over_the_parts_too() -> None:
     """Two of the all-reduces of a step, besides four per block."""
-    cost = PricedStep(MODEL, Layout(8, tp=8, batch_size=8), A100).cost
-    assert cost.head[0].tensor + cost.head[1].tensor == cost.block[0].tensor
+    step = PricedStep(MODEL, Layout(8, tp=8, batch_size=8), A100)
+    assert step.head.forward.tensor + step.head.backward.tensor == step.block.forward.tensor
 
 
 def test_what_waits_for_the_weights_is_the_gradient_of_the_logits() -> None:
@@ -291,7 +291,7 @@ def test_attention_is_that_of_the_software() -> None:
         "flash",
     ]
     hosts = [
-        PricedStep(MODEL, Layout(8, tp=8, micro_batch=b, batch_size=8), A100).cost.block[0].host
+        PricedStep(MODEL, Layout(8, tp=8, micro_batch=b, batch_size=8), A100).block[0].host
         for b in (1, 2)
     ]
     assert hosts[0] - hosts[1] == pytest.approx(8 * A100.host_us * 1e-6)
