@@ -120,32 +120,28 @@ class Simulator:
         """When everything happens, from 0."""
         actions, rank, needs, remote = self.actions, self.rank, self.needs, self.remote
         zero: float = 0  # not 0.0: fractions stay exact
-        starts, ends = [zero] * len(actions), [zero] * len(actions)
-        idle, blame = [zero] * len(actions), [-1] * len(actions)
+        rows: list[list[Timed]] = [[] for _ in self.schedule]
+        busy = [zero] * len(rows)
+        free = [zero] * len(rows)  # when the rank has nothing more to do
         arrives = [zero] * len(actions)  # when another rank has the result
-        free = [zero] * len(self.schedule)  # when the rank has nothing more to do
         for k in self.order:
-            action, r = actions[k], rank[k]
-            before = free[r]
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                before += work.recompute(action.stage)
-            start = before
+            action, r, waits_for = actions[k], rank[k], None
+            backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            again = work.recompute(action.stage) if backward else zero
+            start = before = free[r] + again
             for needed in needs[k]:
                 if rank[needed] != r and arrives[needed] > start:
-                    start, blame[k] = arrives[needed], needed
-            starts[k], idle[k] = start, start - before
-            ends[k] = arrives[k] = free[r] = start + work.seconds(action)
+                    start, waits_for = arrives[needed], actions[needed]
+            end = arrives[k] = free[r] = start + work.seconds(action)
+            rows[r].append(Timed(action, start, end, start - before, waits_for))
+            busy[r] += again + end - start
             if remote[k]:
                 arrives[k] += work.transfer(action)
                 if not work.overlap:
                     free[r] = arrives[k]
-        rows: list[list[Timed]] = [[] for _ in self.schedule]
-        for k, action in enumerate(actions):
-            cause = actions[blame[k]] if blame[k] >= 0 else None
-            rows[rank[k]].append(Timed(action, starts[k], ends[k], idle[k], cause))
         exchanged = [self._exchanged(row, work) for row in rows]
         updated = [end + work.update(r) for r, end in enumerate(exchanged)]
-        return Simulation(self, work, rows, exchanged, updated)
+        return Simulation(self, work, rows, busy, exchanged, updated)
 
     @staticmethod
     def _exchanged(row: list[Timed], work: Work) -> float:
@@ -160,11 +156,13 @@ class Simulator:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: per rank its actions (`rows`), and when gradients and update are done."""
+    """A simulated step: per rank its actions (`rows`), their seconds, recomputation included
+    (`busy`), and when gradients and update are done."""
 
     simulator: Simulator
     work: Work
     rows: list[list[Timed]]
+    busy: list[float]
     exchanged: list[float]
     updated: list[float]
 
@@ -177,16 +175,6 @@ class Simulation:
     def span(self) -> float:
         """From the first action to the end of the last."""
         return max(row[-1].end for row in self.rows)
-
-    @cached_property
-    def busy(self) -> list[float]:
-        """Per rank, the seconds of its actions, recomputation included."""
-        again = self.work.recompute
-        return [
-            sum(t.end - t.start for t in row)
-            + sum(again(t.action.stage) for t in row if t.action.kind in _BACKWARDS)
-            for row in self.rows
-        ]
 
     @property
     def bubble(self) -> float:
@@ -258,9 +246,6 @@ class Simulation:
             else:
                 at = row[k - 1] if k else None
         return path[::-1]
-
-
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def _split(idle: float, uneven: float, even: float) -> dict[str, float]:
