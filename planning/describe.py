@@ -124,7 +124,13 @@ class Layout:
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
         product, per = self.dp * self.pp * self.tp, self.dp * self.micro_batch
+        heads, shared = model.heads, model.kv_heads or model.heads
         rules = (
+            (model.hidden % heads == 0,
+             f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide"),
+            (heads % shared == 0,
+             f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
+             f"--kv_heads {math.gcd(shared, heads)} works"),
             (product == self.gpus,
              f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --gpus {self.gpus}: dp x pp x tp is "
              f"{product}; --gpus {product} works"),
@@ -307,7 +313,7 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     MLP is 4 times as wide as the model, unless the preset or the sizes say otherwise."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if preset is not None and preset not in PRESETS:
-        raise ValueError(f"--model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
+        raise ValueError(f"model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
     known = asdict(PRESETS[preset]) if preset is not None else {}
     if "hidden" in given:
         known["ffn"] = 4 * given["hidden"]
@@ -315,15 +321,6 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     needed = ("layers", "hidden", "heads", "vocab", "seq")
     if missing := [name for name in needed if name not in given]:
         raise ValueError(
-            f"{', '.join(missing)} missing: a model is a --model, or all of --n_layer --n_embd "
-            "--n_head --vocab_size --seq"
+            f"{', '.join(missing)} missing: a model is a preset, or has all of {', '.join(needed)}"
         )
-    model = Model(**given)
-    if model.hidden % model.heads:
-        raise ValueError(f"--n_embd {model.hidden} --n_head {model.heads}: heads are equally wide")
-    if model.kv_heads and model.heads % model.kv_heads:
-        raise ValueError(
-            f"--kv_heads {model.kv_heads} --n_head {model.heads}: as many queries share each; "
-            f"--kv_heads {math.gcd(model.kv_heads, model.heads)} works"
-        )
-    return model
+    return Model(**given)

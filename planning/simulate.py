@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
@@ -234,17 +234,13 @@ class Simulation:
     def critical_path(self) -> list[Timed]:
         """What the step consists of, back to front: each action starts when the one before it in
         this list has ended, or its message has arrived. Only these are worth speeding up."""
-        place = {t.action: (row, k) for row in self.rows for k, t in enumerate(row)}
+        timed = {t.action: t for row in self.rows for t in row}
+        before = {t.action: earlier for row in self.rows for earlier, t in pairwise(row)}
         at: Timed | None = max((row[-1] for row in self.rows), key=lambda t: t.end)
         path = []
         while at is not None:
             path.append(at)
-            row, k = place[at.action]
-            if at.waits_for is not None:
-                row, k = place[at.waits_for]
-                at = row[k]
-            else:
-                at = row[k - 1] if k else None
+            at = timed[at.waits_for] if at.waits_for else before.get(at.action)
         return path[::-1]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from pipeline.schedules.catalogue import SCHEDULES
 
 from .cost import LOGITS, PricedStep
-from .describe import PRESETS, Layout, Machine, Model, as_number
+from .describe import PRESETS, Layout, Machine, Model, as_number, model_of
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 COLUMNS = (
@@ -122,24 +122,19 @@ class Cells(dict[str, str]):
 def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row."""
     cells = Cells(row)
-    preset, number = PRESETS.get(cells.get("model", "")), cells.number
-    if not preset and "model" in cells and "layers" not in cells:
-        known = ", ".join(PRESETS)
-        raise ValueError(f"model is {cells['model']!r}, and known are {known}; or give its layers")
-    layers, hidden, heads, seq = (
-        number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
-    )
-    plain = preset or Model(layers, hidden, heads, 4 * hidden, 51200, seq)
-    model = Model(
-        layers, hidden, heads, number("ffn", plain.ffn), number("vocab", plain.vocab), seq,
-        gated_mlp=bool(number("gated_mlp", plain.gated_mlp, 0)),
-        tied=bool(number("tied", plain.tied, 0)),
-        kv_heads=number("kv_heads", plain.kv_heads or heads),
-    )  # fmt: skip
+    number, preset = cells.number, cells.get("model")
+    if preset not in PRESETS and "layers" in cells:  # a name of its own
+        preset = None
+    sizes = {} if preset else {"vocab": 51200}
+    for name in SIZES:
+        if cells.get(name, "never") != "never":
+            sizes[name] = number(name, least=0 if name in ("gated_mlp", "tied") else 1)
+    model = model_of(preset, **sizes)
     tp, pp, chunks = number("tp", 1), number("pp", 1), number("chunks", 0, 0)
     schedule = cells.word("schedule", "1f1b", SCHEDULES)
     if schedule == "interleaved" and not chunks:
-        units = layers if layers % pp == 0 else layers + 2  # embedding and head as a block each
+        units = model.layers  # or embedding and head as a block each
+        units += 0 if units % pp == 0 else 2
         chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
     if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
         schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"

@@ -43,12 +43,12 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
         ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
         ({"recompute": "nevr"}, "'nevr', and must be one of never, selective, always"),
-        ({"layers": ""}, "layers is empty"),
+        ({"layers": ""}, "layers missing: a model is a preset, or has all of layers, hidden"),
         ({"tp": "two"}, "tp is 'two', and must be a whole number"),
         ({"tp": "inf"}, "tp is 'inf', and must be a whole number"),
         ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
         ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),
-        ({"model": "gpt-5", "layers": ""}, "model is 'gpt-5', and known are gpt2-mini, gpt2,"),
+        ({"model": "gpt-5", "layers": ""}, "model gpt-5: one of gpt2-mini, gpt2,"),
     ):
         with pytest.raises(ValueError, match=message):
             row_of(row | change, A100)
