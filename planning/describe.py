@@ -20,11 +20,12 @@ from pipeline.schedules.catalogue import chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
+Lines = Mapping[str, tuple[float, ...]]
+NETWORKS: Lines = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
     "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
 }  # fmt: skip
-LINKS = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU, one way: line rates
+LINKS: Lines = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU, one way
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,10 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
     found = _read(name)
     for option, given, lines in (("network", network, NETWORKS), ("link", link, LINKS)):
         if given is not None:
-            figures = (f"{option}_gbs", f"{option}_us")
-            found |= dict(zip(figures, _line(option, given, lines), strict=False))
+            figures = lines.get(given, (as_number(given),))
+            if not 0 < figures[0] < math.inf:
+                raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(lines)}")
+            found |= dict(zip((f"{option}_gbs", f"{option}_us"), figures, strict=False))
     if network is not None:
         found["network_falls"] = 0  # a line rate
     known = get_type_hints(Machine)
@@ -262,15 +265,6 @@ def _broken(figure: str, kind: Any, value: Any) -> str:
     kept = isinstance(value, int | kind) and 0 <= value < math.inf and not (divides and value == 0)
     number = "a whole number" if kind is int else "a number"
     return "" if kept else number + (" above 0" if divides else ", 0 or more")
-
-
-def _line(option: str, given: str, known: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """GB/s of a kind of line, and for some kinds the seconds of a message."""
-    if given in known:
-        return known[given]
-    if not 0 < (rate := as_number(given)) < math.inf:
-        raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(known)}")
-    return (rate,)
 
 
 def _read(name: str, *before: str) -> dict[str, Any]:

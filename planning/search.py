@@ -115,11 +115,11 @@ def neighbours(best: PricedStep) -> Iterator[tuple[str, PricedStep]]:
     at, seq = best.layout, best.model.seq
     for change in _changes(at):
         other = replace(at, **change)
-        other = replace(other, sequence_parallel=other.tp > 1 and seq % other.tp == 0)
+        most = 0 if other.dp == 1 else 1 if other.pp > 1 else 3
+        split = other.tp > 1 and seq % other.tp == 0
+        other = replace(other, zero=min(other.zero, most), sequence_parallel=split)
         if other.pp == 1:
             other = replace(other, schedule="1f1b", chunks=None)
-        if other.dp == 1 or other.pp > 1:
-            other = replace(other, zero=min(other.zero, 0 if other.dp == 1 else 1))
         if other == at:
             continue
         try:
