@@ -108,6 +108,12 @@ def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
         assert [rank.activations for rank in step.memory] == pytest.approx(held, rel=0.1)
 
 
+def test_two_ranks_over_a_slow_network_fall_into_step_late() -> None:
+    layout = Layout(16, dp=8, pp=2, micro_batch=4, batch_size=1920, schedule="zbv")
+    step = PricedStep(MODEL, replace(layout, order="pp-dp-tp"), machine("a100-80gb", "ethernet-10"))
+    assert step.seconds == pytest.approx(step.simulator(60).run(step.work()).seconds, rel=1e-3)
+
+
 def test_the_first_rank_of_a_v_has_both_ends_of_the_model() -> None:
     """So that tied weights are there once, and no other rank has a gradient of them."""
     for schedule, tables in (("1f1b", 2), ("zbv", 1)):
