@@ -35,15 +35,15 @@ COLUMNS = (
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
     "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
-    "none": "never", "full": "always", "recompute 1": "always", "recompute 0": "never",
-    "afab": "gpipe", "zb-h1": "zb", "zbh1": "zb", "zb-1p": "zb", "zb1p": "zb", "zb-v": "zbv",
-    "v-half": "vhalf", "v-min": "vmin", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
-    "1f1b-interleaved": "interleaved", "schedule never": "1f1b", "full-shard": "3", "fsdp": "3",
-    "shard-grad-op": "2", "no-shard": "0", "ddp": "0", "zero-1": "1", "zero-2": "2", "zero-3": "3",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp-fp16": "fp16",
-    "amp-bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
+    "full": "always", "recompute 1": "always", "recompute 0": "never", "afab": "gpipe",
+    "zb-h1": "zb", "zbh1": "zb", "zb-1p": "zb", "zb1p": "zb", "zb-v": "zbv", "v-half": "vhalf",
+    "v-min": "vmin", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
+    "1f1b-interleaved": "interleaved", "no-shard": "0", "ddp": "0", "zero-1": "1", "zero-2": "2",
+    "shard-grad-op": "2", "zero-3": "3", "full-shard": "3", "fsdp": "3", "float16": "fp16",
+    "amp-fp16": "fp16", "bfloat16": "bf16", "amp-bf16": "bf16", "float32": "fp32",
+    "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
-SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
+SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
 SIZES = tuple(Model.__dataclass_fields__)
 
 Row = Mapping[str, str]
@@ -86,8 +86,7 @@ class Cells(dict[str, str]):
 
     def number(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number."""
-        text = self.get(name, "never")
-        if text == "never":
+        if (text := self.get(name)) is None:
             if default is None:
                 raise ValueError(f"{name} is empty")
             return default
@@ -127,7 +126,7 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
         preset = None
     sizes = {} if preset else {"vocab": 51200}
     for name in SIZES:
-        if cells.get(name, "never") != "never":
+        if name in cells:
             sizes[name] = number(name, least=0 if name in ("gated_mlp", "tied") else 1)
     model = model_of(preset, **sizes)
     tp, pp, chunks = number("tp", 1), number("pp", 1), number("chunks", 0, 0)

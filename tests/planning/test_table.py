@@ -89,7 +89,7 @@ def test_a_table_may_be_silent(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
         "model,pp,tp,batch_size,gpus,chunks,precision,seconds_per_step,memory_gb,fits\n"
-        "llama-3-8b,2,,8,,none,amp_bf16,1.5,n/a,\nllama-3-8b,,2,8,8,-,,OOM,,\n",
+        "llama-3-8b,2,,8,,none,amp_bf16,1.5,None,none\nllama-3-8b,,2,8,8,-,,OOM,,\n",
         "utf-8",
     )
     table = read_table(path)
