@@ -190,9 +190,9 @@ def what_if(best: PricedStep, near: list[Layout]) -> Iterator[str]:
         yield f"With {label}: {chosen}, {gain:+.1%} tokens per second."
 
 
-def options(layout: Layout) -> str:
-    """Those of plan.py."""
-    given = {name: getattr(layout, name) for name in NAMES}
+def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
+    """Those of plan.py, or some of them."""
+    given = {name: getattr(layout, name) for name in names}
     if layout.pp == 1:
         del given["schedule"], given["chunks"]
     if layout.tp == 1:
@@ -218,18 +218,15 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
     words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
     if preset and replace(model_of(preset), seq=model.seq) == model:
         words = f"--model {preset}"
+    names = NAMES[4:]  # train.py has the number of micro-batches in place of their size
     if layout.gpus == 1:
         words = f"single {words}"
     elif layout.pp == layout.tp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
-        words = f"3d {words} --dp {layout.dp} --pp {layout.pp} --tp {layout.tp}"
-    words += f" --zero {layout.zero}" if layout.zero else ""
-    words += " --sequence_parallel" if layout.sequence_parallel else ""
-    if layout.pp > 1:
-        words += f" --schedule {layout.schedule}"
-        words += f" --chunks {layout.chunks}" if layout.schedule == "interleaved" else ""
-    words += f" --batch_size {layout.batch_size} --num_microbatches {layout.num_microbatches}"
-    words += f" --model_max_length {model.seq} --padding max_length --precision {layout.precision}"
-    words += f" --recompute {layout.recompute}" if layout.recompute != "never" else ""
-    return f"{start} {words}"
+        words, names = f"3d {words}", NAMES[:3] + names
+    return (
+        f"{start} {words} {options(layout, names)} --batch_size {layout.batch_size} "
+        f"--num_microbatches {layout.num_microbatches} --model_max_length {model.seq} "
+        "--padding max_length"
+    )
