@@ -20,7 +20,7 @@ from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
 from .describe import BYTES, Layout, Machine, Model
-from .passes import Pass, Passes, activations, costs, gradient_bytes, group
+from .passes import Pass, Passes, activations, costs, gradient_bytes, group, spread
 from .simulate import CAUSES, Simulator, Work, with_times
 
 # Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
@@ -118,21 +118,14 @@ class PricedStep:
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
         stride = tp * dp if outer else tp  # of neighbouring stages
-        self.message = self._message(stride) if pp > 1 else 0.0
+        pair = spread(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
+        sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
+        # Of what two ranks gather, half is sent.
+        self.message = pair.scatter(2 * sent) + machine.message_us * 1e-6
         if model.tied and not self.one_table:  # both ends add their gradients of the embedding
-            ends = group(machine, 2, stride * (pp - 1))
-            tied = ends.reduce(gradient_bytes(layout) * model.table / tp)
+            tied = pair.reduce(gradient_bytes(layout) * model.table / tp)
             self.updates[0] += tied
             self.updates[-1] += tied
-
-    def _message(self, stride: int) -> float:
-        """Seconds of a message between stages: of the slowest."""
-        layout, machine = self.layout, self.machine
-        if layout.pp * stride > machine.gpus_per_node:  # some neighbours are on two nodes
-            stride = machine.gpus_per_node
-        sent = self.size * layout.micro_batch * self.model.seq * self.model.hidden / layout.tp
-        # Half of what two ranks gather is sent.
-        return group(machine, 2, stride).scatter(2 * sent) + machine.message_us * 1e-6
 
     def simulator(self, num_microbatches: int) -> Simulator:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""

@@ -75,16 +75,21 @@ class Group(NamedTuple):
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
-    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it. Of more
-    than two ranks, as many are in a node as are in every group: of 6 of nodes of 8, only 2."""
+    """The group of ranks r, r + stride, ... As many of it are in a node as are of every such group:
+    of 6 ranks in nodes of 8, only 2."""
     per_node = machine.gpus_per_node
     inside = max(1, min(size, per_node // stride))
-    while inside > 1 and (size % inside or (size > 2 and per_node % (inside * stride))):
+    while inside > 1 and (size % inside or per_node % (inside * stride)):
         inside -= 1
+    return spread(machine, size, inside)
+
+
+def spread(machine: Machine, size: int, inside: int) -> Group:
+    """Ranks of which so many are in each node. The node's network is shared by the groups in it."""
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
-        network = machine.network_gbs * 1e9 * machine.network_efficiency * inside / per_node
-        network *= (2 * inside / size) ** machine.network_falls
+        network = machine.network_gbs * 1e9 * machine.network_efficiency
+        network *= inside / machine.gpus_per_node * (2 * inside / size) ** machine.network_falls
         bandwidth = min(bandwidth, network) if inside > 1 else network
     return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
