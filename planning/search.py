@@ -16,7 +16,7 @@ from .cost import PricedStep
 from .describe import Layout, Machine, Model, model_of
 from .passes import group
 
-NAMES = (
+NAMES: tuple[str, ...] = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
 )  # fmt: skip
