@@ -219,9 +219,9 @@ class PricedStep:
         """Numbers ``of`` the step. A long one repeats itself: two short ones, with n micro-batches
         more in the second, tell what n in its middle add, if anything."""
         n, m = self.layout.pp, self.layout.num_microbatches
-        if m <= 4 * n + 8:
+        times = 5 + 8 // n  # a V falls into step late, and so do a few ranks
+        if m < (times + 2) * n:
             return of(self.simulator(m))
-        times = 2 + 8 // n  # a few ranks fall into step late
         few, more = (of(self.simulator(k * n + m % n)) for k in (times, times + 1))
         left = m // n - times - 1
         return [b + left * max(0.0, b - a) for a, b in zip(few, more, strict=True)]
