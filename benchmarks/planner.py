@@ -54,7 +54,7 @@ def fitted(begin: Machine, tables: Sequence[Sequence[Row]]) -> Machine:
     tables = [drawn.sample(list(rows), min(ROWS, len(rows))) for rows in tables]
     weights = np.array([1 / len(rows) for rows in tables for _ in rows])
     best = replace(begin, **START)  # type: ignore[arg-type]
-    for _ in range(2):  # what the simulation adds depends a little on the constants
+    for _ in range(4):  # what the simulation adds depends a little on the constants
         runs = [_Run(row, best) for rows in tables for row in rows]
         for _ in range(12):
             logs, errors = _logs(best, names), _errors(runs, best)

@@ -45,8 +45,9 @@ MOST = 8  # processes
 ROUNDS = 5  # the speed of a shared machine drifts by a third within seconds
 
 
-def seconds(work: Callable[[], object], at_least: float = 0.1) -> float:
-    """Of one call, the median of five rounds, after a barrier: all ranks begin together."""
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call, the median of five rounds of 20 ms or more, after a barrier: all ranks begin
+    together."""
     work()
     rounds, found = 1, list[float]()
     dist.barrier()
@@ -55,7 +56,7 @@ def seconds(work: Callable[[], object], at_least: float = 0.1) -> float:
         for _ in range(rounds):
             work()
         spent = time.perf_counter() - begin
-        if spent < at_least / 5:
+        if spent < 0.02:
             rounds *= 2
         else:
             found.append(spent / rounds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from pipeline.schedules.catalogue import as_written, find
@@ -19,8 +20,8 @@ from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
 from .describe import BYTES, Layout, Machine, Model
-from .passes import Pass, Passes, activations, costs, gradient_bytes, group
-from .simulate import CAUSES, Simulation, Simulator, Work, with_times
+from .passes import Pass, Passes, activations, costs, gradient_bytes, group, spread
+from .simulate import CAUSES, Simulator, Work, with_times
 
 # Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
 UPDATE_BYTES = 48
@@ -72,14 +73,11 @@ class PricedStage(NamedTuple):
     """A stage's passes for one micro-batch, and its seconds at the end of a step."""
 
     passes: Passes
-    blocks: int
-    halves: bool  # its backward is split
     exchange: float
     update: float
-    held: float  # bytes until the backward of a micro-batch
     parameters: float  # that a GPU has of it
-    table: bool  # it has the embedding, or the head
-    last: bool
+    held: float  # bytes until the backward of a micro-batch
+    working: float  # bytes more, while a backward runs
 
 
 class PricedStep:
@@ -92,9 +90,11 @@ class PricedStep:
     def __init__(self, model: Model, layout: Layout, machine: Machine, legal: bool = True) -> None:
         if legal:
             layout.check(model)
+        machine = machine.with_nodes(layout.gpus // layout.nodes(machine.gpus_per_node))
         self.model, self.layout, self.machine = model, layout, machine
         self.blocks = blocks_of_stages(model, layout, machine)
-        self.cost = costs(model, layout, machine)
+        self.block, self.head = costs(model, layout, machine)
+        self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
         tp, dp, pp, n = layout.tp, layout.dp, layout.pp, layout.stages
         outer = layout.order == "pp-dp-tp"  # stages are outermost
         self.replicas = group(machine, dp, tp if outer else tp * pp)
@@ -102,9 +102,10 @@ class PricedStep:
         self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
         self.overlapped = machine.overlap in ("gradients", "all")
-        self.loss = LOGITS[machine.loss]  # bytes of each
         small = self.simulator(1)
         listed = set(small.actions)
+        # Of a V, the first rank has both ends of the model, and one table if they are tied.
+        self.one_table = model.tied and small.ranks[-1] == 0
         kinds = [
             (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
             for s, blocks in enumerate(self.blocks)
@@ -117,22 +118,14 @@ class PricedStep:
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
         stride = tp * dp if outer else tp  # of neighbouring stages
-        self.message = self._message(stride) if pp > 1 else 0.0
-        if pp > 1 and model.tied:  # first and last stage add their gradients of the embedding
-            ends = group(machine, 2, stride * (pp - 1))
-            tied = ends.reduce(gradient_bytes(layout) * model.table / tp)
+        pair = spread(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
+        sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
+        # Of what two ranks gather, half is sent.
+        self.message = pair.scatter(2 * sent) + machine.message_us * 1e-6
+        if model.tied and not self.one_table:  # both ends add their gradients of the embedding
+            tied = pair.reduce(gradient_bytes(layout) * model.table / tp)
             self.updates[0] += tied
             self.updates[-1] += tied
-
-    def _message(self, stride: int) -> float:
-        """Seconds of a message between stages: of the slowest."""
-        layout, machine = self.layout, self.machine
-        link = group(machine, 2, stride)
-        if layout.pp * stride > machine.gpus_per_node:  # some neighbours are on two nodes
-            link = group(machine, 2, machine.gpus_per_node)
-        sent = self.size * layout.micro_batch * self.model.seq * self.model.hidden / layout.tp
-        hop = link.link if link.inside > 1 else link.network
-        return sent / link.bandwidth + hop + machine.message_us * 1e-6
 
     def simulator(self, num_microbatches: int) -> Simulator:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
@@ -142,13 +135,13 @@ class PricedStep:
         return _prepared(name, pp, num_microbatches, chunks, early)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
-        layout, dp, cost = self.layout, self.replicas, self.cost
+        layout, dp = self.layout, self.replicas
         skew = self.machine.skew if layout.tp > 1 else 0.0
         forward, backward, late = (
             Pass().plus(block, blocks).plus(head, last).with_waits(skew)
-            for block, head in zip(cost.block, cost.head, strict=True)
+            for block, head in zip(self.block, self.head, strict=True)
         )
-        tables = 1 if first and last and self.model.tied else first + last
+        tables = first + (last and not self.one_table)
         number = (blocks * self.model.block + tables * self.model.table) / layout.tp
         share = layout.dp if layout.zero else 1
         update = number / share * UPDATE_BYTES / self.machine.memory_per_second
@@ -165,11 +158,30 @@ class PricedStep:
         if layout.zero in (1, 2):
             # The parameters that others have updated; or those of the first block to compute.
             update += scatter / (parts if self.machine.overlap == "all" else 1)
-        held = blocks * (self.entry if layout.recompute == "always" else self.whole)
-        if last:  # halves of backward: what waits for W is the gradient of the logits alone
-            held += self.logits * (self.size if halves else self.loss[0])
-        passes, table = Passes(forward, backward, late), first or last
-        return PricedStage(passes, blocks, halves, exchange, update, held, number, table, last)
+        passes = Passes(forward, backward, late)
+        held, working = self._memory_of_stage(blocks, first, last, halves)
+        return PricedStage(passes, exchange, update, number, held, working)
+
+    def _memory_of_stage(
+        self, blocks: int, first: bool, last: bool, halves: bool
+    ) -> tuple[float, float]:
+        """Bytes until the backward of a micro-batch, and those more while a backward runs."""
+        again = self.layout.recompute == "always"
+        held, working = blocks * (self.entry if again else self.whole), self.whole * again
+        working += self.late * blocks * halves
+        if last:
+            waiting, more = LOGITS[self.machine.loss]
+            if halves:  # what waits for W is the gradient of the logits alone
+                held += self.logits * self.size
+                waiting, more = 0, waiting + more
+            held += self.logits * waiting
+            # A block is computed again when the logits are gone.
+            working = max(working - waiting * self.logits, more * self.logits)
+        if first or last:  # the gradient of the embedding, or of the head, twice
+            working += 2 * self.size * self.model.table / self.layout.tp
+        if self.layout.zero == 3:  # the parameters of the block that computes, and of the next
+            working += 3 * self.size * self.model.block / self.layout.tp
+        return held, working
 
     def _exposed(self, seconds: float, work: float) -> float:
         """What ZeRO-2's and 3's collectives add to the seconds of a pass over a micro-batch."""
@@ -203,25 +215,26 @@ class PricedStep:
             before += mine[0].passes.forward.seconds + self.message
         return found
 
-    @property
-    def _sizes(self) -> list[int]:
-        """How many micro-batches are simulated. A long step repeats itself: two short ones, with n
-        micro-batches more in the second, tell what n in its middle take."""
+    def _numbers(self, of: Callable[[Simulator], list[float]]) -> list[float]:
+        """Numbers ``of`` the step. A long one repeats itself: two short ones, with n micro-batches
+        more in the second, tell what n in its middle add, if anything."""
         n, m = self.layout.pp, self.layout.num_microbatches
-        return [m] if m <= 4 * n + 8 else [2 * n + m % n, 3 * n + m % n]
-
-    def _simulated(self, of: Callable[[Simulation], list[float]]) -> list[float]:
-        """Numbers ``of`` the simulated step."""
-        work, sizes = self.work(), self._sizes
-        found = [of(self.simulator(size).run(work)) for size in sizes]
-        times = (self.layout.num_microbatches - sizes[0]) / self.layout.pp
-        return [a + times * (b - a) for a, b in zip(found[0], found[-1], strict=True)]
+        times = 5 + 8 // n  # a V falls into step late, and so do a few ranks
+        if m < (times + 2) * n:
+            return of(self.simulator(m))
+        few, more = (of(self.simulator(k * n + m % n)) for k in (times, times + 1))
+        left = m // n - times - 1
+        return [b + left * max(0.0, b - a) for a, b in zip(few, more, strict=True)]
 
     @cached_property
     def _times(self) -> list[float]:
         """Seconds of the step, of its actions from first to last, and of those of the mean rank."""
-        n = self.layout.pp
-        return self._simulated(lambda found: [found.seconds, found.span, sum(found.busy) / n])
+
+        def of(simulator: Simulator) -> list[float]:
+            found = simulator.run(self.work())
+            return [found.seconds, found.span, fmean(found.busy)]
+
+        return self._numbers(of)
 
     @property
     def seconds(self) -> float:
@@ -241,7 +254,8 @@ class PricedStep:
             total = total.plus(stage.passes.forward, m / n).plus(stage.passes.backward, m / n)
         parts, busy = total._asdict(), self._times[2]
         parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
-        idle = self._simulated(lambda found: [found.idle.get(cause, 0.0) for cause in CAUSES])
+        work = self.work()
+        idle = self._numbers(lambda s: [s.run(work).idle.get(cause, 0.0) for cause in CAUSES])
         parts |= dict(zip(CAUSES, idle, strict=True))
         parts["update"] = sum(self.updates) / n
         # What a rank waits while its messages are sent is no gap between actions.
@@ -261,27 +275,18 @@ class PricedStep:
     @cached_property
     def memory(self) -> list[Memory]:
         """Per rank of the pipeline."""
-        layout, model, found = self.layout, self.model, list[Memory]()
+        layout, found = self.layout, list[Memory]()
         share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
         single = self.size == 4 or layout.zero == 3
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-        waiting = 0 if self.stages[-1].halves else self.loss[0]
-        loss = sum(self.loss) - waiting
-        schedule = self.simulator(self._sizes[-1]).schedule
-        peaks = peak_alive(schedule, lambda s: self.stages[s].held)
+        held = [stage.held for stage in self.stages]
+        peaks = self._numbers(lambda s: peak_alive(s.schedule, held.__getitem__))
         for mine, peak in zip(self.of_ranks, peaks, strict=True):
             number = sum(stage.parameters for stage in mine)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
-            working = self.whole if layout.recompute == "always" else 0.0
-            working += self.late * max(stage.blocks * stage.halves for stage in mine)
-            if any(stage.last for stage in mine):  # a block is computed again without the logits
-                working = max(working - waiting * self.logits, loss * self.logits)
-            if any(stage.table for stage in mine):  # its gradient, twice
-                working += 2 * self.size * model.table / layout.tp
-            if layout.zero == 3:  # the block that computes, and the next
-                working += 3 * self.size * model.block / layout.tp
+            working = max(stage.working for stage in mine)
             found.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return found
 
@@ -289,11 +294,6 @@ class PricedStep:
     def memory_gb(self) -> float:
         """Of the fullest GPU, GiB."""
         return max(rank.gib for rank in self.memory)
-
-    @property
-    def usable_gb(self) -> float:
-        """GiB of a GPU, less its fragments."""
-        return self.machine.memory_gb * (1 - FRAGMENTS)
 
     @property
     def fits(self) -> bool:

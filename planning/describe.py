@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -20,11 +20,12 @@ from pipeline.schedules.catalogue import chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
+Lines = Mapping[str, tuple[float, ...]]
+NETWORKS: Lines = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
     "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
 }  # fmt: skip
-LINKS = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU, one way: line rates
+LINKS: Lines = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU, one way
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,21 @@ class Layout:
         """Of the model: ranks times chunks."""
         return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
 
+    def nodes(self, most: int) -> int:
+        """The fewest nodes of ``most`` GPUs at most that have equally many each."""
+        fewest = -(-self.gpus // most)
+        return next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
         product, per = self.dp * self.pp * self.tp, self.dp * self.micro_batch
+        heads, shared = model.heads, model.kv_heads or model.heads
         rules = (
+            (model.hidden % heads == 0,
+             f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide"),
+            (heads % shared == 0,
+             f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
+             f"--kv_heads {math.gcd(shared, heads)} works"),
             (product == self.gpus,
              f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --gpus {self.gpus}: dp x pp x tp is "
              f"{product}; --gpus {product} works"),
@@ -198,6 +210,11 @@ class Machine:
         """Bytes that kernels read and write."""
         return self.memory_gbs * 1e9 * self.memory_efficiency
 
+    def with_nodes(self, gpus: int) -> Machine:
+        """Nodes of so many GPUs, each with its part of the network."""
+        share = self.network_gbs * gpus / self.gpus_per_node
+        return replace(self, gpus_per_node=gpus, network_gbs=share)
+
     def shared(self, ranks: int) -> Machine:
         """One node whose cores these ranks share, if they are more: they compute in turns, and copy
         and answer each other in turns."""
@@ -216,8 +233,10 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
     found = _read(name)
     for option, given, lines in (("network", network, NETWORKS), ("link", link, LINKS)):
         if given is not None:
-            figures = (f"{option}_gbs", f"{option}_us")
-            found |= dict(zip(figures, _line(option, given, lines), strict=False))
+            figures = lines.get(given, (as_number(given),))
+            if not 0 < figures[0] < math.inf:
+                raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(lines)}")
+            found |= dict(zip((f"{option}_gbs", f"{option}_us"), figures, strict=False))
     if network is not None:
         found["network_falls"] = 0  # a line rate
     known = get_type_hints(Machine)
@@ -227,41 +246,47 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
             raise ValueError(f"{name}: {figure} is no figure of a machine{near}")
         raise ValueError(f"{name}: {figure} missing; `like: a100-80gb` takes it from another")
     for figure, value in found.items():
-        if known[figure] is float and not isinstance(value, int | float):
-            raise ValueError(f"{name}: {figure} is {value!r}, and must be a number")
-        if (words := get_args(known[figure])) and isinstance(words[0], str) and value not in words:
-            raise ValueError(f"{name}: {figure} is {value!r}, and must be {' or '.join(words)}")
+        if rule := _broken(figure, known[figure], value):
+            raise ValueError(f"{name}: {figure} is {value!r}, and must be {rule}")
     return Machine(**found)
 
 
-def _line(option: str, given: str, known: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """GB/s of a kind of line, and for some kinds the seconds of a message."""
-    if given in known:
-        return known[given]
-    if not is_number(given) or float(given) <= 0:
-        raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(known)}")
-    return (float(given),)
+def _broken(figure: str, kind: Any, value: Any) -> str:
+    """The rule that a figure of a machine breaks; empty: it keeps it."""
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else " or ".join(get_args(kind))
+    if figure == "tflops":
+        kept = isinstance(value, dict) and value and value.keys() <= BYTES.keys()
+        kept = kept and not any(_broken("_gbs", float, each) for each in value.values())
+        return "" if kept else "numbers above 0 by precision, such as {bf16: 312}"
+    if kind is str:
+        return ""
+    divides = figure.endswith(("_gbs", "_efficiency", "_node"))
+    kept = isinstance(value, int | kind) and 0 <= value < math.inf and not (divides and value == 0)
+    number = "a whole number" if kind is int else "a number"
+    return "" if kept else number + (" above 0" if divides else ", 0 or more")
 
 
 def _read(name: str, *before: str) -> dict[str, Any]:
     """The figures of a machine; `before`: the one that is `like` it, and so on."""
-    own = Path(name).suffix in (".yaml", ".yml")
-    path = Path(name) if own else MACHINES / f"{name.lower()}.yaml"
+    file = Path(name).suffix in (".yaml", ".yml")
+    path = Path(name) if file else MACHINES / f"{name.lower()}.yaml"
     if not path.is_file():
         raise ValueError(f"--machine {name}: a YAML file, or one of {', '.join(machines())}")
     try:
         found = yaml.safe_load(path.read_text("utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--machine {name}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--machine {name}: a machine is a list of `figure: value`")
-    like = found.pop("like", None)
+    own = {"name": path.stem} | {str(figure): value for figure, value in found.items()}
+    if (like := own.pop("like", None)) is None:
+        return own
     if like in (name, *before):
         raise ValueError(
             f"--machine {name}: `like: {like}` leads back to it; `like: a100-80gb` works"
         )
-    base = {} if like is None else _read(like, name, *before)
-    return base | {"name": path.stem} | found
+    return _read(str(like), name, *before) | own
 
 
 def machines() -> list[str]:
@@ -269,13 +294,12 @@ def machines() -> list[str]:
     return sorted(file.stem for file in MACHINES.glob("*.yaml"))
 
 
-def is_number(text: str) -> bool:
-    """Also a fraction, or infinite."""
+def as_number(text: str) -> float:
+    """NaN if it is none."""
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return math.nan
 
 
 def model_of(preset: str | None, **sizes: Any) -> Model:
@@ -283,7 +307,7 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     MLP is 4 times as wide as the model, unless the preset or the sizes say otherwise."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if preset is not None and preset not in PRESETS:
-        raise ValueError(f"--model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
+        raise ValueError(f"model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
     known = asdict(PRESETS[preset]) if preset is not None else {}
     if "hidden" in given:
         known["ffn"] = 4 * given["hidden"]
@@ -291,15 +315,6 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     needed = ("layers", "hidden", "heads", "vocab", "seq")
     if missing := [name for name in needed if name not in given]:
         raise ValueError(
-            f"{', '.join(missing)} missing: a model is a --model, or all of --n_layer --n_embd "
-            "--n_head --vocab_size --seq"
+            f"{', '.join(missing)} missing: a model is a preset, or has all of {', '.join(needed)}"
         )
-    model = Model(**given)
-    if model.hidden % model.heads:
-        raise ValueError(f"--n_embd {model.hidden} --n_head {model.heads}: heads are equally wide")
-    if model.kv_heads and model.heads % model.kv_heads:
-        raise ValueError(
-            f"--kv_heads {model.kv_heads} --n_head {model.heads}: as many queries share each; "
-            f"--kv_heads {math.gcd(model.kv_heads, model.heads)} works"
-        )
-    return model
+    return Model(**given)

@@ -64,11 +64,10 @@ class Group(NamedTuple):
 
     def scatter(self, size: float) -> float:
         """Seconds of a reduce-scatter or all-gather of ``size`` bytes, by a ring."""
-        if self.size == 1:
-            return 0.0
-        nodes = self.size // self.inside
-        hops = (self.size - nodes) * self.link + (nodes if nodes > 1 else 0) * self.network
-        return size * (self.size - 1) / self.size / self.bandwidth + hops
+        hops, nodes = self.size - 1, self.size // self.inside
+        between = min(hops, nodes) if nodes > 1 else 0  # of the hops, those that leave a node
+        latency = (hops - between) * self.link + between * self.network
+        return size * hops / self.size / self.bandwidth + latency
 
     def reduce(self, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes, by a ring."""
@@ -76,15 +75,21 @@ class Group(NamedTuple):
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
-    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it."""
+    """The group of ranks r, r + stride, ... As many of it are in a node as are of every such group:
+    of 6 ranks in nodes of 8, only 2."""
     per_node = machine.gpus_per_node
     inside = max(1, min(size, per_node // stride))
-    while size % inside:
+    while inside > 1 and (size % inside or per_node % (inside * stride)):
         inside -= 1
+    return spread(machine, size, inside)
+
+
+def spread(machine: Machine, size: int, inside: int) -> Group:
+    """Ranks of which so many are in each node. The node's network is shared by the groups in it."""
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
-        network = machine.network_gbs * 1e9 * machine.network_efficiency * inside / per_node
-        network *= (2 * inside / size) ** machine.network_falls
+        network = machine.network_gbs * 1e9 * machine.network_efficiency
+        network *= inside / machine.gpus_per_node * (2 * inside / size) ** machine.network_falls
         bandwidth = min(bandwidth, network) if inside > 1 else network
     return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
@@ -97,15 +102,8 @@ class Passes(NamedTuple):
     weights: Pass  # the part of backward that computes gradients of weights
 
 
-class Costs(NamedTuple):
-    """The passes of a block, and of the head."""
-
-    block: Passes
-    head: Passes
-
-
-def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
-    """What a micro-batch costs on one of the tp ranks of a stage."""
+def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes]:
+    """What a micro-batch costs on one of the tp ranks of a stage: in a block, and in the head."""
     tp, size, s = layout.tp, BYTES[layout.precision], model.seq
     b, h, f = layout.micro_batch, model.hidden, model.ffn
     t = b * s
@@ -167,7 +165,7 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
              exchanged / 2, 2 * LAUNCHES * host + collective / 2),
         Pass(product(h, v, t), host=LAUNCHES * host / 2),
     )  # fmt: skip
-    return Costs(Passes(there, back, Pass(weights, host=LAUNCHES * host)), head)
+    return Passes(there, back, Pass(weights, host=LAUNCHES * host)), head
 
 
 def gradient_bytes(layout: Layout) -> int:

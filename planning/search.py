@@ -14,8 +14,9 @@ from typing import Any
 
 from .cost import PricedStep
 from .describe import Layout, Machine, Model, model_of
+from .passes import group
 
-NAMES = (
+NAMES: tuple[str, ...] = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
 )  # fmt: skip
@@ -101,7 +102,7 @@ def search(
         )
     best = fastest(steps, top)
     if not best:
-        least = min(steps[:: max(1, len(steps) // 50)], key=lambda step: step.memory_gb)
+        least = min(steps, key=lambda step: step.memory_gb)
         raise ValueError(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
@@ -114,11 +115,11 @@ def neighbours(best: PricedStep) -> Iterator[tuple[str, PricedStep]]:
     at, seq = best.layout, best.model.seq
     for change in _changes(at):
         other = replace(at, **change)
-        other = replace(other, sequence_parallel=other.tp > 1 and seq % other.tp == 0)
+        most = 0 if other.dp == 1 else 1 if other.pp > 1 else 3
+        split = other.tp > 1 and seq % other.tp == 0
+        other = replace(other, zero=min(other.zero, most), sequence_parallel=split)
         if other.pp == 1:
             other = replace(other, schedule="1f1b", chunks=None)
-        if other.dp == 1 or other.pp > 1:
-            other = replace(other, zero=min(other.zero, 0 if other.dp == 1 else 1))
         if other == at:
             continue
         try:
@@ -154,8 +155,9 @@ def why(best: PricedStep, other: PricedStep) -> str:
     grown = {k: v - best.parts[k] for k, v in other.parts.items()}
     part = max(grown, key=grown.__getitem__)
     reason = REASONS[part].format(share=f"{other.parts[part] / other.seconds:.0%}")
-    if part == "tensor" and other.layout.tp > other.machine.gpus_per_node:
-        reason = f"tp {other.layout.tp} leaves the node: {reason}"
+    tp = other.layout.tp
+    if part == "tensor" and group(other.machine, tp, 1).inside < tp:
+        reason = f"tp {tp} leaves the node: {reason}"
     if other.layout.recompute != "never" == best.layout.recompute:
         reason = "it computes every forward twice"
     if ratio < -0.0005:
@@ -188,9 +190,9 @@ def what_if(best: PricedStep, near: list[Layout]) -> Iterator[str]:
         yield f"With {label}: {chosen}, {gain:+.1%} tokens per second."
 
 
-def options(layout: Layout) -> str:
-    """Those of plan.py."""
-    given = {name: getattr(layout, name) for name in NAMES}
+def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
+    """Those of plan.py, or some of them."""
+    given = {name: getattr(layout, name) for name in names}
     if layout.pp == 1:
         del given["schedule"], given["chunks"]
     if layout.tp == 1:
@@ -205,10 +207,8 @@ def options(layout: Layout) -> str:
 def command(model: Model, layout: Layout, machine: Machine, preset: str | None) -> str:
     """That trains with this layout. For several nodes, which share the ranks equally, it is typed
     on each, with FIRST_HOST and THIS_HOST replaced."""
-    fewest = -(-layout.gpus // machine.gpus_per_node)
-    nodes = next(n for n in range(fewest, layout.gpus + 1) if layout.gpus % n == 0)
     start = "python project/train.py"
-    if nodes > 1:
+    if (nodes := layout.nodes(machine.gpus_per_node)) > 1:
         start = (
             f"torchrun --nnodes {nodes} --nproc-per-node {layout.gpus // nodes} "
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 --rdzv-id my_run "
@@ -218,18 +218,15 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
     words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
     if preset and replace(model_of(preset), seq=model.seq) == model:
         words = f"--model {preset}"
+    names = NAMES[4:]  # train.py has the number of micro-batches in place of their size
     if layout.gpus == 1:
         words = f"single {words}"
     elif layout.pp == layout.tp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
-        words = f"3d {words} --dp {layout.dp} --pp {layout.pp} --tp {layout.tp}"
-    words += f" --zero {layout.zero}" if layout.zero else ""
-    words += " --sequence_parallel" if layout.sequence_parallel else ""
-    if layout.pp > 1:
-        words += f" --schedule {layout.schedule}"
-        words += f" --chunks {layout.chunks}" if layout.schedule == "interleaved" else ""
-    words += f" --batch_size {layout.batch_size} --num_microbatches {layout.num_microbatches}"
-    words += f" --model_max_length {model.seq} --padding max_length --precision {layout.precision}"
-    words += f" --recompute {layout.recompute}" if layout.recompute != "never" else ""
-    return f"{start} {words}"
+        words, names = f"3d {words}", NAMES[:3] + names
+    return (
+        f"{start} {words} {options(layout, names)} --batch_size {layout.batch_size} "
+        f"--num_microbatches {layout.num_microbatches} --model_max_length {model.seq} "
+        "--padding max_length"
+    )

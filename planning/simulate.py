@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
@@ -104,58 +105,43 @@ class Simulator:
 
     def _order(self) -> list[int]:
         """All actions, each after its dependencies and after those before it on its rank."""
-        firsts = [0, *accumulate(map(len, self.schedule))]
-        at, ends = firsts[:-1], firsts[1:]
-        done = [False] * len(self.actions)
-        waiting: defaultdict[int, list[int]] = defaultdict(list)  # ranks, by the action they need
-        runnable, order = list(range(len(at))), list[int]()
-        while runnable:
-            r = runnable.pop()
-            while at[r] < ends[r]:
-                missing = next((k for k in self.needs[at[r]] if not done[k]), None)
-                if missing is not None:
-                    waiting[missing].append(r)
-                    break
-                done[at[r]] = True
-                order.append(at[r])
-                runnable += waiting.pop(at[r], ())
-                at[r] += 1
-        stuck = [self.actions[k] for k, end in zip(at, ends, strict=True) if k < end]
-        if stuck:
+        waits = {k: list(needs) for k, needs in enumerate(self.needs)}
+        for k in range(1, len(waits)):
+            if self.rank[k - 1] == self.rank[k]:
+                waits[k].append(k - 1)
+        try:
+            return list(TopologicalSorter(waits).static_order())
+        except CycleError as error:
+            stuck = [self.actions[k] for k in error.args[1]]
             named = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
-            raise ValueError(f"deadlock: what comes first never can: {named}")
-        return order
+            raise ValueError(f"deadlock: each waits for the one before it: {named}") from None
 
     def run(self, work: Work) -> Simulation:
         """When everything happens, from 0."""
         actions, rank, needs, remote = self.actions, self.rank, self.needs, self.remote
         zero: float = 0  # not 0.0: fractions stay exact
-        starts, ends = [zero] * len(actions), [zero] * len(actions)
-        idle, blame = [zero] * len(actions), [-1] * len(actions)
+        rows: list[list[Timed]] = [[] for _ in self.schedule]
+        busy = [zero] * len(rows)
+        free = [zero] * len(rows)  # when the rank has nothing more to do
         arrives = [zero] * len(actions)  # when another rank has the result
-        free = [zero] * len(self.schedule)  # when the rank has nothing more to do
         for k in self.order:
-            action, r = actions[k], rank[k]
-            before = free[r]
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                before += work.recompute(action.stage)
-            start = before
+            action, r, waits_for = actions[k], rank[k], None
+            backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            again = work.recompute(action.stage) if backward else zero
+            start = before = free[r] + again
             for needed in needs[k]:
                 if rank[needed] != r and arrives[needed] > start:
-                    start, blame[k] = arrives[needed], needed
-            starts[k], idle[k] = start, start - before
-            ends[k] = arrives[k] = free[r] = start + work.seconds(action)
+                    start, waits_for = arrives[needed], actions[needed]
+            end = arrives[k] = free[r] = start + work.seconds(action)
+            rows[r].append(Timed(action, start, end, start - before, waits_for))
+            busy[r] += again + end - start
             if remote[k]:
                 arrives[k] += work.transfer(action)
                 if not work.overlap:
                     free[r] = arrives[k]
-        rows: list[list[Timed]] = [[] for _ in self.schedule]
-        for k, action in enumerate(actions):
-            cause = actions[blame[k]] if blame[k] >= 0 else None
-            rows[rank[k]].append(Timed(action, starts[k], ends[k], idle[k], cause))
         exchanged = [self._exchanged(row, work) for row in rows]
         updated = [end + work.update(r) for r, end in enumerate(exchanged)]
-        return Simulation(self, work, rows, exchanged, updated)
+        return Simulation(self, work, rows, busy, exchanged, updated)
 
     @staticmethod
     def _exchanged(row: list[Timed], work: Work) -> float:
@@ -170,11 +156,13 @@ class Simulator:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: per rank its actions (`rows`), and when gradients and update are done."""
+    """A simulated step: per rank its actions (`rows`), their seconds, recomputation included
+    (`busy`), and when gradients and update are done."""
 
     simulator: Simulator
     work: Work
     rows: list[list[Timed]]
+    busy: list[float]
     exchanged: list[float]
     updated: list[float]
 
@@ -187,16 +175,6 @@ class Simulation:
     def span(self) -> float:
         """From the first action to the end of the last."""
         return max(row[-1].end for row in self.rows)
-
-    @cached_property
-    def busy(self) -> list[float]:
-        """Per rank, the seconds of its actions, recomputation included."""
-        again = self.work.recompute
-        return [
-            sum(t.end - t.start for t in row)
-            + sum(again(t.action.stage) for t in row if t.action.kind in _BACKWARDS)
-            for row in self.rows
-        ]
 
     @property
     def bubble(self) -> float:
@@ -256,21 +234,14 @@ class Simulation:
     def critical_path(self) -> list[Timed]:
         """What the step consists of, back to front: each action starts when the one before it in
         this list has ended, or its message has arrived. Only these are worth speeding up."""
-        place = {t.action: (row, k) for row in self.rows for k, t in enumerate(row)}
+        timed = {t.action: t for row in self.rows for t in row}
+        before = {t.action: earlier for row in self.rows for earlier, t in pairwise(row)}
         at: Timed | None = max((row[-1] for row in self.rows), key=lambda t: t.end)
         path = []
         while at is not None:
             path.append(at)
-            row, k = place[at.action]
-            if at.waits_for is not None:
-                row, k = place[at.waits_for]
-                at = row[k]
-            else:
-                at = row[k - 1] if k else None
+            at = timed[at.waits_for] if at.waits_for else before.get(at.action)
         return path[::-1]
-
-
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def _split(idle: float, uneven: float, even: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from typing import Any
 from pipeline.schedules.catalogue import SCHEDULES
 
 from .cost import LOGITS, PricedStep
-from .describe import PRESETS, Layout, Machine, Model, is_number
+from .describe import PRESETS, Layout, Machine, Model, as_number, model_of
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 COLUMNS = (
@@ -34,14 +35,16 @@ COLUMNS = (
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
     "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
-    "none": "never", "full": "always", "afab": "gpipe",
-    "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
-    "interleaved_1f1b": "interleaved", "full_shard": "3", "shard_grad_op": "2", "no_shard": "0",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp_fp16": "fp16",
-    "amp_bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
+    "full": "always", "recompute 1": "always", "recompute 0": "never", "afab": "gpipe",
+    "zb-h1": "zb", "zbh1": "zb", "zb-1p": "zb", "zb1p": "zb", "zb-v": "zbv", "v-half": "vhalf",
+    "v-min": "vmin", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
+    "1f1b-interleaved": "interleaved", "no-shard": "0", "ddp": "0", "zero-1": "1", "zero-2": "2",
+    "shard-grad-op": "2", "zero-3": "3", "full-shard": "3", "fsdp": "3", "float16": "fp16",
+    "amp-fp16": "fp16", "bfloat16": "bf16", "amp-bf16": "bf16", "float32": "fp32",
+    "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
-SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
-SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "seq")
+SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
+SIZES = tuple(Model.__dataclass_fields__)
 
 Row = Mapping[str, str]
 
@@ -55,10 +58,9 @@ def read_table(path: Path) -> list[dict[str, str]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     table = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
-    rows = [
-        {SPELLINGS.get(key.strip(), key.strip()): cell or "" for key, cell in row.items() if key}
-        for row in table
-    ]
+    names = [name.strip().lower() for name in table.fieldnames or ()]
+    table.fieldnames = [SPELLINGS.get(name, name) for name in names]
+    rows = [{n: cell or "" for n, cell in row.items() if n} for row in table if any(row.values())]
     if not rows:
         raise ValueError(f"{path}: it has no rows")
     for name in rows[0].keys() - set(COLUMNS):
@@ -75,24 +77,24 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
-        # pandas writes 2.0 for 2 where another cell of the column is empty
-        words = {name: text.strip().lower().removesuffix(".0") for name, text in row.items()}
-        super().__init__(
-            {name: SPELLINGS.get(text, text) for name, text in words.items() if text not in SILENT}
-        )
+        for name, cell in row.items():
+            # pandas writes 2.0 for 2 where another cell of the column is empty
+            text = re.sub("[ _]", "-", cell.strip().lower().removesuffix(".0"))
+            text = SPELLINGS.get(text, text)
+            if text not in SILENT:
+                self[name] = SPELLINGS.get(f"{name} {text}", text)
 
     def number(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number."""
-        text = self.get(name, "never")
-        if text == "never":
+        if (text := self.get(name)) is None:
             if default is None:
                 raise ValueError(f"{name} is empty")
             return default
-        if not is_number(text) or not float(text).is_integer():
+        if not (found := as_number(text)).is_integer():
             raise ValueError(f"{name} is {text!r}, and must be a whole number")
-        if (found := int(float(text))) < least:
-            raise ValueError(f"{name} is {found}, and must be {least} or more")
-        return found
+        if found < least:
+            raise ValueError(f"{name} is {found:g}, and must be {least} or more")
+        return int(found)
 
     def word(self, name: str, default: str, known: Iterable[str]) -> str:
         """One of the known words."""
@@ -105,9 +107,9 @@ class Cells(dict[str, str]):
         text = self.get(name, "oom")
         if text in ("oom", "0"):
             return None
-        if not is_number(text) or not 0 < float(text) < math.inf:
+        if not 0 < (found := as_number(text)) < math.inf:
             raise ValueError(f"{name} is {text!r}, and must be a number above 0, empty, or oom")
-        return float(text)
+        return found
 
     def fits(self) -> bool | None:
         """Whether the run had enough memory; None if it is not said."""
@@ -119,24 +121,19 @@ class Cells(dict[str, str]):
 def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row."""
     cells = Cells(row)
-    preset, number = PRESETS.get(cells.get("model", "")), cells.number
-    if not preset and "model" in cells and "layers" not in cells:
-        known = ", ".join(PRESETS)
-        raise ValueError(f"model is {cells['model']!r}, and known are {known}; or give its layers")
-    layers, hidden, heads, seq = (
-        number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
-    )
-    plain = preset or Model(layers, hidden, heads, 4 * hidden, 51200, seq)
-    model = Model(
-        layers, hidden, heads, number("ffn", plain.ffn), number("vocab", plain.vocab), seq,
-        gated_mlp=bool(number("gated_mlp", plain.gated_mlp, 0)),
-        tied=bool(number("tied", plain.tied, 0)),
-        kv_heads=number("kv_heads", plain.kv_heads or heads),
-    )  # fmt: skip
+    number, preset = cells.number, cells.get("model")
+    if preset not in PRESETS and "layers" in cells:  # a name of its own
+        preset = None
+    sizes = {} if preset else {"vocab": 51200}
+    for name in SIZES:
+        if name in cells:
+            sizes[name] = number(name, least=0 if name in ("gated_mlp", "tied") else 1)
+    model = model_of(preset, **sizes)
     tp, pp, chunks = number("tp", 1), number("pp", 1), number("chunks", 0, 0)
     schedule = cells.word("schedule", "1f1b", SCHEDULES)
     if schedule == "interleaved" and not chunks:
-        units = layers if layers % pp == 0 else layers + 2  # embedding and head as a block each
+        units = model.layers  # or embedding and head as a block each
+        units += 0 if units % pp == 0 else 2
         chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
     if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
         schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
@@ -153,15 +150,11 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
         cells.word("precision", "bf16" if "bf16" in machine.tflops else "fp16", machine.tflops),
         "pp-dp-tp",
     )  # fmt: skip
-    per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
-    share = machine.network_gbs * per / machine.gpus_per_node
     # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
     attention = "flash" if zero > 1 or model.gated_mlp else machine.attention
     loss = cells.word("loss", "fused" if zero > 1 else machine.loss, LOGITS)
-    nodes = replace(
-        machine, gpus_per_node=per, network_gbs=share, attention=attention,
-        loss=loss,  # type: ignore[arg-type]
-    )  # fmt: skip
+    nodes = machine.with_nodes(number("gpus_per_node", machine.gpus_per_node))
+    nodes = replace(nodes, attention=attention, loss=loss)  # type: ignore[arg-type]
     if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
         nodes = replace(nodes, balance="uniform", gathered="again")
     return model, layout, nodes

@@ -41,6 +41,7 @@ from planning.describe import (
     Layout,
     Machine,
     Model,
+    as_number,
     machine,
     machines,
     model_of,
@@ -90,9 +91,6 @@ LAYOUT: tuple[Option, ...] = (
      "activations in backward; selective: of attention only; never in predict"),
     ("--precision", ("bf16", "fp16", "fp32"), "default: bf16"),
 )  # fmt: skip
-ORDER: Option = (
-    "--order", ("dp-pp-tp", "pp-dp-tp"), "of the ranks, outermost first; default: dp-pp-tp"
-)  # fmt: skip
 TOP: Option = ("--top", count, "layouts to show; default: 5")
 SIMULATE: tuple[Option, ...] = (
     ("--stages", count, "ranks of the pipeline"),
@@ -139,12 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     for name, text, own in (
-        ("predict", "Predict the seconds and the memory of a step.", ORDER),
-        ("search", "Find the fastest layout that fits. What is given of it is not varied.", TOP),
+        ("predict", "Predict the seconds and the memory of a step.", ()),
+        ("search", "Find the fastest layout that fits. What is given of it is not varied.", (TOP,)),
     ):
-        layout = (*LAYOUT, own)
+        layout = (*LAYOUT, *own)
         made = command(name, text, ["--batch_size"], model=MODEL, layout=layout, machine=MACHINE)
-        made.set_defaults(machine="a100-80gb", precision="bf16", order="dp-pp-tp", top=5)
+        made.set_defaults(machine="a100-80gb", precision="bf16", top=5)
     text = "Compare measured runs with their predictions."
     made = command("check", text, ["--machine"], machine=MACHINE)
     others = ", ".join(name for name in COLUMNS if name not in REQUIRED)
@@ -209,7 +207,7 @@ def say_prediction(found: PricedStep) -> None:
 def run_predict(args: argparse.Namespace) -> None:
     """`predict`."""
     model, where = model_and_machine(args)
-    names = ("batch_size", "order", *search.NAMES)
+    names = ("batch_size", *search.NAMES)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     cut = given.get("pp", 1) * given.get("tp", 1)
     dp = given.setdefault("dp", max(1, (args.gpus or 1) // cut))
@@ -264,10 +262,7 @@ def run_check(args: argparse.Namespace) -> None:
 
 def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
     """The values of n ranks, each dealt to its `parts` stages. Raises ValueError."""
-    try:
-        values = [float(value) for value in text.split(",")]
-    except ValueError:
-        values = []
+    values = [as_number(value) for value in text.split(",")]
     if len(values) not in (1, n) or not all(0 <= value < math.inf for value in values):
         raise ValueError(
             f"--{name} {text}: one finite number, 0 or more, or {n}, one for each of --stages {n}"

@@ -179,12 +179,13 @@ class Reported(Run):
         zero, blocks = used.get("zero") or 0, self.config.get("n_layer", 0) / pp
         whole = used["state_bytes"]["gradients"][0] * (dp if zero >= 2 else 1)
         part = (dp - 1) / dp * whole
+        m = used["num_microbatches"] if zero >= 2 else 1  # which each exchange
         sent = {
             "activations to the next stage": hidden if stages > 1 else 0,
             "gradients of activations to the stage before": hidden if stages > 1 else 0,
             "tensor parallel: 4 all-reduces of a block": 8 * (tp - 1) / tp * blocks * hidden,
-            "gradients to replicas": part if zero else 2 * part,
-            "parameters, gathered": (0, 1, 1, 2)[zero] * part,
+            "gradients to replicas": m * part if zero else 2 * part,
+            "parameters, gathered": (0, 1, 1, 2 * m)[zero] * part,
         }
         return {link: size for link, size in sent.items() if size}
 

@@ -30,17 +30,25 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
         "bf16",
         True,
     )
+    for change, attribute, value in (
+        ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2),
+        ({"zero": "DDP"}, "zero", 0),
+        ({"schedule": "ZB_H1"}, "schedule", "zb"), ({"schedule": "none"}, "schedule", "1f1b"),
+        ({"schedule": "Interleaved 1F1B", "chunks": "2", "pp": "2"}, "schedule", "interleaved"),
+        ({"recompute": "True"}, "recompute", "always"), ({"recompute": "0"}, "recompute", "never"),
+    ):  # fmt: skip
+        assert getattr(row_of(row | change, A100)[1], attribute) == value
     for change, message in (
         ({"dp": "3"}, "dp 3 x tp 2 x pp 1 is 6, and gpus is 8"),
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
         ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
         ({"recompute": "nevr"}, "'nevr', and must be one of never, selective, always"),
-        ({"layers": ""}, "layers is empty"),
+        ({"layers": ""}, "layers missing: a model is a preset, or has all of layers, hidden"),
         ({"tp": "two"}, "tp is 'two', and must be a whole number"),
         ({"tp": "inf"}, "tp is 'inf', and must be a whole number"),
         ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
         ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),
-        ({"model": "gpt-5", "layers": ""}, "model is 'gpt-5', and known are gpt2-mini, gpt2,"),
+        ({"model": "gpt-5", "layers": ""}, "model gpt-5: one of gpt2-mini, gpt2,"),
     ):
         with pytest.raises(ValueError, match=message):
             row_of(row | change, A100)
@@ -59,14 +67,17 @@ def test_layouts_of_one_model_are_compared_and_whole_numbers_may_have_a_point() 
         (12, 8, True), (12, 4, True), (48, 8, True), (48, 16, True)
     ]  # fmt: skip
     assert "regret" not in summary(found)  # no two rows have the same model, GPUs and batch
+    table[1] |= {"gpus": "8", "dp": "8.0", "gated_mlp": "1"}
+    assert "regret" not in summary(compared(table, A100))
 
 
 def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
-        "n_layer,n_embd,n_head,vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n", "utf-8"
+        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n,,,,,,\n", "utf-8"
     )
-    assert row_of(read_table(path)[0], A100)[1].batch_size == 3
+    (row,) = read_table(path)  # a spreadsheet's last lines are empty
+    assert row_of(row, A100)[1].batch_size == 3
     path.write_text("layers,hidden,heads,vocab,seq,gpus,global_batch,micro_batc\n", "utf-8")
     path.write_text(path.read_text("utf-8") + "2,8,2,9,4,1,3,2\n", "utf-8")
     with pytest.raises(ValueError, match="micro_batc is unknown; did you mean micro_batch"):
@@ -78,7 +89,7 @@ def test_a_table_may_be_silent(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
         "model,pp,tp,batch_size,gpus,chunks,precision,seconds_per_step,memory_gb,fits\n"
-        "llama-3-8b,2,,8,,none,amp_bf16,1.5,n/a,\nllama-3-8b,,2,8,8,-,,OOM,,\n",
+        "llama-3-8b,2,,8,,none,amp_bf16,1.5,None,none\nllama-3-8b,,2,8,8,-,,OOM,,\n",
         "utf-8",
     )
     table = read_table(path)

@@ -23,6 +23,7 @@ from project.plan import main
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
+        ("predict --model gpt2 --batch_size 8 --network nan", "GB/s, or one of ethernet-10"),
         ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
@@ -74,7 +75,14 @@ def test_the_commands_of_the_documentation(
     again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
     assert (again["memory_limit_gb"], again["fits"]) == (10, False)
     for text, message in (
-        ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number"),
+        ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number above 0"),
+        ("like: a100-80gb\nlink_efficiency: 0", "link_efficiency is 0, and must be a number above"),
+        ("like: a100-80gb\nhost_us: -1", "host_us is -1, and must be a number, 0 or more"),
+        ("like: a100-80gb\ngpus_per_node: 2.5", "gpus_per_node is 2.5, and must be a whole number"),
+        ("like: a100-80gb\ntflops: 312", "tflops is 312, and must be numbers above 0 by precision"),
+        ("like: a100-80gb\ntflops: {fp8: 1}", "numbers above 0 by precision, such as {bf16: 312}"),
+        ("like: 5", "--machine 5: a YAML file, or one of"),
+        ("1: 2", "1 is no figure of a machine"),
         ("like: a100-80gb\nloss: chunked", "loss is 'chunked', and must be fused or plain"),
         (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
         (

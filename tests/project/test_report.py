@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import formulas
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Kind
 from planning.describe import machine
@@ -203,6 +204,16 @@ def test_what_the_planner_predicts(course: Path) -> None:
     error = 100 * (planned.seconds / runs[0].seconds - 1)
     assert f"{1e3 * planned.seconds:.1f} {error:+.0f} %" in text
     assert "predicted by the planner" in text and "the limit is 79.3 GiB" in text
+
+
+def test_what_a_rank_sends(tmp_path: Path) -> None:
+    """As docs/mathematics.md: ZeRO-2 and 3 exchange in every micro-batch."""
+    for zero in range(4):
+        folder = write_run(tmp_path, f"{zero}fsdp2", zero=zero, num_microbatches=4)
+        (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
+        gradients = 40_000_000 * (2 if zero > 1 else 1)  # bytes of all parameters
+        sent = formulas.zero_traffic(zero, gradients // 4, 2, formulas.FP32, microbatches=4)
+        assert sum(report.Reported(folder).links().values()) == sent
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
