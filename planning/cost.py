@@ -20,7 +20,7 @@ from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
 from .describe import BYTES, Layout, Machine, Model
-from .passes import Pass, Passes, activations, costs, gradient_bytes, group, spread
+from .passes import Pass, Passes, activations, costs, gradient_bytes, group, over_nodes
 from .simulate import CAUSES, Simulator, Work, with_times
 
 # Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
@@ -118,7 +118,7 @@ class PricedStep:
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
         stride = tp * dp if outer else tp  # of neighbouring stages
-        pair = spread(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
+        pair = over_nodes(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
         sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
         # Of what two ranks gather, half is sent.
         self.message = pair.scatter(2 * sent) + machine.message_us * 1e-6

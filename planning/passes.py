@@ -81,10 +81,10 @@ def group(machine: Machine, size: int, stride: int) -> Group:
     inside = max(1, min(size, per_node // stride))
     while inside > 1 and (size % inside or per_node % (inside * stride)):
         inside -= 1
-    return spread(machine, size, inside)
+    return over_nodes(machine, size, inside)
 
 
-def spread(machine: Machine, size: int, inside: int) -> Group:
+def over_nodes(machine: Machine, size: int, inside: int) -> Group:
     """Ranks of which so many are in each node. The node's network is shared by the groups in it."""
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
