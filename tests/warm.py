@@ -101,6 +101,7 @@ def _program(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_RDWR), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, "utf-8"), os.fdopen(2, "w", 1, "utf-8")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
