@@ -180,3 +180,12 @@ def test_a_deadlock_is_named() -> None:
 def test_a_hundred_stages_and_a_thousand_micro_batches() -> None:
     found = Simulator(one_f_one_b(100, 1000)).run(Work(lambda _: 1))
     assert found.bubble == pytest.approx(float(pipeline_bubble(100, 1000)))
+
+
+def test_equal_actions_last_as_long_though_few_backwards_are_whole() -> None:
+    """Those of stage 0, which are short here: what is left of their mean is less than a W."""
+    work = Work(with_times([1.0, 1.0], [1.0, 0.1], [1.0, 10.0]))
+    found = Simulator(find("1f1b")(2, 4)).run(work)
+    even = found.equal()
+    assert min(t.end - t.start for row in even.rows for t in row) > 0
+    assert sum(even.busy) == pytest.approx(sum(found.busy))
