@@ -68,7 +68,8 @@ class Unit:
         self.layers = layers
         first = parameters[0][1]
         self.dtype, self.trainable = first.dtype, first.requires_grad
-        self.compute_dtype = compute_dtype or self.dtype
+        # integers and complex numbers stay what they are
+        self.compute_dtype = (self.dtype.is_floating_point and compute_dtype) or self.dtype
         # elements: a cache line of the narrower type, so whole lines of the wider one too
         step = ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize)
         self.entries: list[Entry] = []

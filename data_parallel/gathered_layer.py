@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph
+from runtime.graph import Graph, versions
 from runtime.guards import Guard, written_by_torch
 
 from .flat import Place
@@ -113,8 +113,8 @@ class GatheredLayer:
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
-            ValueError: the layer writes to one of two tensors that share memory; or a parameter has
-                a hook on its gradient.
+            ValueError: the layer writes to a parameter, or to one of two tensors that share memory;
+                or a parameter has a hook on its gradient.
         """
         if torch.is_grad_enabled():
             refuse_gradient_hooks(
@@ -137,11 +137,17 @@ class GatheredLayer:
         trained = [p for ps in graph.leaves.values() for p in ps]
         guard = Guard(runs_again=forget)
         guard.enter(graph.shared, [*graph.inputs, *trained])
+        before = versions(parameters)
         self._put(parameters)
         try:
             output = guard.call(self.module, entered, self.name, self._around(graph, forget))
         finally:
             self._put(self._empty)  # after an error too
+        if versions(parameters) != before:
+            raise ValueError(
+                f"{self.name} writes to its parameters in forward, here copies: let it compute "
+                "with a new tensor, or write to the shards and call parameters_changed()"
+            )
         return pytree.tree_map_only(Tensor, self._own, output)
 
     @contextmanager

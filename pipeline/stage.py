@@ -207,11 +207,8 @@ class Stage:
         those in the sums of the micro-batch are not yet complete, and stay."""
         add_products(graph.products, self._totals, kept.sums, self._shared)
         if self._deliver is not None and self._ended + 1 == self._num_microbatches:
-            later = {
-                *kept.sums,
-                *self._shared,
-                *self._held_back,
-            }  # incomplete, or held back by the pipe
+            # incomplete, or held back by the pipe
+            later = {*kept.sums, *self._shared, *self._held_back}
             whole = [p for p in graph.part.parameters if p in self._totals and p not in later]
             self._deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 
@@ -280,9 +277,8 @@ class Stage:
         per micro-batch, as in autograd."""
         self._run_again(i, graph)
         with ExitStack() as modes:
-            if (
-                not graph.part.torchs_own or self.tail
-            ):  # code of others may repeat a forward: checkpoints
+            if not graph.part.torchs_own or self.tail:
+                # code of others may repeat a forward: checkpoints
                 modes.enter_context(self._later.into(graph.products))
                 modes.enter_context(NoDraws())
             result, found = graph.differentiate(graph.part.parameters, gradients, retain_graph)

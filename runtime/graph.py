@@ -64,7 +64,7 @@ class Graph:
         result = self._record(value, run, is_first or forget)
         if forget and torch.is_grad_enabled():
             self.release()  # with y goes all that autograd keeps
-            self._forgotten = value, _versions(value), Autocast()  # x, its writes so far
+            self._forgotten = value, versions(value), Autocast()  # x, its writes so far
         return result
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
@@ -74,8 +74,8 @@ class Graph:
         """
         if self._forgotten is None:
             return
-        (value, versions, autocast), self._forgotten = self._forgotten, None
-        if _versions(value) != versions:
+        (value, before, autocast), self._forgotten = self._forgotten, None
+        if versions(value) != before:
             raise RuntimeError(
                 "the input was written to between forward and backward, which computes it again: "
                 "hand over a copy, or use recompute='never'"
@@ -145,7 +145,7 @@ class Graph:
         self._x, self._y = {}, {}
 
 
-def _versions(value: Any) -> list[int]:
+def versions(value: Any) -> list[int]:
     """The number of writes to each tensor; inference tensors do not count theirs."""
     leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
     return [0 if x.is_inference() else x._version for x in leaves]

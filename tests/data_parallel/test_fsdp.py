@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data_parallel.flat import Unit
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
     DTYPE,
@@ -131,12 +132,14 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
         Call(lambda box: box.hidden * box.skip),
     ],
     "view": lambda: [Call(lambda x: (x, x[:, :1])), Call(lambda pair: pair[0].mul_(2) + pair[1])],
+    "written": lambda: [Call(lambda x: (x > 0).long()), nn.Embedding(2, 3, max_norm=0.1)],
     "saved": lambda: [linear(), Call(lambda x: torch.tanh(x).mul_(2))],
     **ODD,
 }
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor inside SimpleNamespace that requires grad",
     "view": "layer 2 (Call) changes a tensor in place that shares memory",
+    "written": "layer 2 (Embedding) writes to its parameters in forward",
     "saved": "a ({}, 2, 4) tensor that backward needs has been modified in place",
     "torch.func": "torch.func.{{grad, vjp, jacrev, hessian}} don't yet support saved tensor hooks",
 }
@@ -165,6 +168,12 @@ def _trained(rank: int, _: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_layers_hand_on_has_its_gradient_or_is_refused(ranks: Ranks, kind: str) -> None:
     ranks.run(_trained, kind)
+
+
+def test_integers_are_not_gathered_in_another_type() -> None:
+    numbers = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.cfloat)]
+    made = [Unit(0, (), [("w", nn.Parameter(n, False))], 2, torch.bfloat16) for n in numbers]
+    assert [u.compute_dtype for u in made] == [torch.bfloat16, torch.int32, torch.cfloat]
 
 
 def _mistakes(_: int, _world: int) -> None:

@@ -90,9 +90,10 @@ class _Device:
 def _put_cuda(number: Callable[[], int]) -> None:
     cuda = torch.cuda
     generators = [torch.Generator(f"cuda:{k}") for k in range(MOST)]
-    properties = SimpleNamespace(
-        name="no hardware", major=9, minor=0, total_memory=1 << 33, multi_processor_count=1
-    )
+    properties = {
+        "name": "no hardware", "major": 9, "minor": 0, "total_memory": 1 << 33,
+        "multi_processor_count": 1,
+    }  # fmt: skip
 
     def generator(device: Any = None) -> torch.Generator:
         return generators[index_of(device)]
@@ -110,8 +111,8 @@ def _put_cuda(number: Callable[[], int]) -> None:
         "set_device": lambda device: torch._C._accelerator_setDeviceIndex(index_of(device)),
         "device": _Device, "_DeviceGuard": _Device,
         "synchronize": lambda d=None: torch._C._accelerator_synchronizeDevice(index_of(d)),
-        "get_device_properties": lambda _=None: properties,
-        "get_device_name": lambda _=None: properties.name,
+        "get_device_properties": lambda d=None: SimpleNamespace(**properties, uuid=index_of(d)),
+        "get_device_name": lambda _=None: properties["name"],
         "get_device_capability": lambda _=None: (9, 0), "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda *_, **__: True,
         # streams

@@ -271,14 +271,13 @@ def _run_rank(
     world.last.note("start")
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank, local_size)
-    if device.type == "cuda":
-        _take_gpu(device)
-    elif cores := core_slice(world.local_rank, local_size, settings.cores_per_rank):
+    gpu = _take_gpu(device) if device.type == "cuda" else ""
+    cores = core_slice(world.local_rank, local_size, settings.cores_per_rank)
+    if cores and not gpu:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         keep_freed_memory()
-    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_size
-    backend = agree_on_backend(store, world.rank, world.world_size, own_gpu)
+    backend = agree_on_backend(store, world.rank, world.world_size, gpu)
     setup(
         world.rank, world.world_size, backend, store=store,
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],
@@ -290,10 +289,12 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _take_gpu(device: torch.device) -> None:
-    """Makes it this rank's own. That a GPU is there does not say that this torch can use it."""
+def _take_gpu(device: torch.device) -> str:
+    """Computes on it from now on; returns its number, which no other GPU has. That a GPU is there
+    does not say that this torch can use it."""
     try:
         torch.accelerator.set_device_index(device)
+        return str(torch.cuda.get_device_properties(device).uuid)
     except RuntimeError as error:  # the driver is older than the CUDA that torch is built for
         why = str(error).splitlines()[0]
         raise UserError(f"torch cannot use this GPU ({why}); --device cpu works") from error

@@ -113,13 +113,18 @@ def stay_on_interface_to(host: str) -> None:
                     os.environ[variable] = value
 
 
-def agree_on_backend(store: Any, rank: int, world_size: int, own_gpu: bool) -> str:
+def agree_on_backend(store: Any, rank: int, world_size: int, gpu: str) -> str:
     """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
-    that they need not wait for the GPUs; gloo alone otherwise. All ranks call it together."""
-    keys = [f"whether rank {r} has a GPU of its own" for r in range(world_size)]
-    store.set(keys[rank], str(own_gpu))
-    every = store.multi_get(keys)  # waits for all
-    return "gloo" if b"False" in every else "cpu:gloo,cuda:nccl"
+    that they need not wait for the GPUs; gloo alone otherwise. All ranks call it together.
+
+    Args:
+        gpu: the number of this rank's, which no other GPU has; empty without one. How many a rank
+            sees does not tell: a scheduler may show each rank its own alone, or the same to all.
+    """
+    keys = [f"GPU of rank {r}" for r in range(world_size)]
+    store.set(keys[rank], gpu)
+    gpus = store.multi_get(keys)  # waits for all
+    return "cpu:gloo,cuda:nccl" if len({*gpus} - {b""}) == world_size else "gloo"
 
 
 def in_time(seconds: float, ask: Callable[[], T]) -> T:

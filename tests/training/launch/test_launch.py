@@ -251,19 +251,19 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher._run_rank(World(), Options(), None, print, ())
 
 
-def agreed(*own_gpu: bool) -> list[str]:
-    """The backend on ranks of which these have a GPU of their own."""
-    store, n = dist.HashStore(), len(own_gpu)  # type: ignore[attr-defined]
+def agreed(*gpus: str) -> list[str]:
+    """The backend on ranks with these GPUs."""
+    store, n = dist.HashStore(), len(gpus)  # type: ignore[attr-defined]
     with ThreadPoolExecutor(n) as threads:
-        agree = threads.map(lambda rank: agree_on_backend(store, rank, n, own_gpu[rank]), range(n))
+        agree = threads.map(lambda rank: agree_on_backend(store, rank, n, gpus[rank]), range(n))
         return list(agree)
 
 
 def test_hosts_agree_on_a_backend() -> None:
-    """Gloo, if one of them has fewer GPUs than ranks."""
-    assert agreed(True, True) == ["cpu:gloo,cuda:nccl"] * 2
-    assert agreed(True, True, False) == ["gloo"] * 3
-    assert agreed(False, False) == ["gloo"] * 2
+    """Gloo, if one rank has no GPU, or two have the same."""
+    assert agreed("a", "b") == ["cpu:gloo,cuda:nccl"] * 2
+    assert agreed("a", "b", "") == agreed("a", "b", "a") == ["gloo"] * 3
+    assert agreed("", "") == ["gloo"] * 2
 
 
 # Ranks of one attempt meet in a store that others have left their words in
