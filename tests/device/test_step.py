@@ -146,8 +146,8 @@ def test_what_is_dropped_depends_on_the_micro_batch_alone() -> None:
     again = gradients_of(Replicated, 2, recompute="always")
     assert all(alone[name].equal(again[name]) for name in alone)
     for recompute in ("never", "always", "sqrt"):
-        build = partial(StagesInThreads, devices=devices)
-        assert largest(alone, gradients_of(build, 2, recompute=recompute)) < 1e-5
+        found = gradients_of(partial(StagesInThreads, devices=devices), 2, recompute=recompute)
+        assert largest(alone, found) < 1e-5
     assert largest(alone, gradients_of(Replicated, 4)) > 1e-2
 
 
@@ -186,8 +186,8 @@ def ddp_by_hand(rank: int, world_size: int, how: Any) -> Counter[str]:
     """The waits of a step that averages after backward."""
     world = make_world(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    setup = Setup(Options(gradient_sync=how), ADAMW)
-    model = Replicated(PROBLEM.task(world, torch.float32), world, setup)
+    task, setup = PROBLEM.task(world, torch.float32), Setup(Options(gradient_sync=how), ADAMW)
+    model = Replicated(task, world, setup)
     return waits(third_step(model, world, model.average_gradients))
 
 

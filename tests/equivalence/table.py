@@ -102,9 +102,7 @@ def replicated(sync: str = "overlap") -> Build:
 
 def sharded(zero: int) -> Build:
     """ZeRO 1, 2, 3."""
-    if zero > 1:
-        return lambda task, world, setup: Sharded(task, world, having(setup, zero=zero))
-    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=1)(task, world, setup)
+    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=zero)(task, world, setup)
 
 
 def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
@@ -131,7 +129,7 @@ def mesh(
             setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
             chunks=chunks,
         )  # fmt: skip
-        return (Sharded if zero == 3 else Staged)(task, world, asked, places)
+        return (Sharded if zero in (2, 3) else Staged)(task, world, asked, places)
 
     return build
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from runtime.waits import limit_waits
 from training.launch.memory import state_bytes
-from training.optimization import Run
+from training.optimization import OnWorkers
 from training.options import Options
 from training.tasks.cache import Cache
 from training.tasks.task import Step, TrainingTask
@@ -136,7 +136,7 @@ class LaidOutModel(ABC):
     optimizers: Sequence[torch.optim.Optimizer]
     counted: Sequence[nn.Parameter] | None = None
     average_gradients: Callable[[nn.Module], None] | None = None
-    run: Run | None = None
+    run: OnWorkers | None = None
     cut: Sequence[int] | None = None
 
     @abstractmethod

@@ -77,8 +77,7 @@ def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequ
     world = make_world(rank, world_size)
     mesh, task = make_mesh(6 // (pp * tp), pp, tp, 60.0), PROBLEM.task(world, torch.float32)
     options = Options(num_microbatches=2, zero=zero or None, sequence_parallel=sequence)
-    cut = (3, 3) if pp > 1 else None
-    setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=cut)
+    setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=(3, 3) if pp > 1 else None)
     with sharing(False), adding_backwards(mesh):
         model: Any = (Sharded if zero == 3 else Staged)(task, world, setup, mesh)
         for number, step in enumerate(task.steps(0, model.part, model.parts, 2), 1):
