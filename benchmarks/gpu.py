@@ -464,7 +464,7 @@ def _memory_rank(world: World, zero: int, folder: Path) -> None:
     size = () if REAL else ("--n_layer", "1", "--n_embd", "32", "--n_head", "2")
     options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0", *size)
     text = _Text(folder / str(world.rank), 4, 256 if REAL else 32, *options)
-    task, setup = text.task, Setup(_optimizer, "bf16", 1)
+    task, setup = text.task, Setup(replace(text.args, num_microbatches=1), _optimizer)
     task.device = world.device
     model: Any = (sharded(zero) if zero else Replicated)(task, world, setup)
     recipe = Recipe(text.args, task.steps_per_epoch)

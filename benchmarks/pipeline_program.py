@@ -42,9 +42,7 @@ class _Contestant:
         world = World(device=torch.device("cpu"))
         task = TranslationTask(args, world, texts, None)
         self.steps = task.steps(0, 0, 1, m)
-        self.model = StagesInThreads(
-            task, world, setup_of(args, world), choose_devices(args), args.schedule, m, args.balance
-        )
+        self.model = StagesInThreads(task, world, setup_of(args, world), choose_devices(args))
         self.loss = 0.0
 
     def step(self) -> None:

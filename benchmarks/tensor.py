@@ -446,7 +446,7 @@ def _mesh_steps(world: World, out: Path) -> None:
     for dp, pp, tp in MESHES:
         mesh = make_mesh(dp, pp, tp, 300.0)
         m = 2 if pp > 1 else 1
-        model = Staged(task, world, Setup(_adamw), mesh, num_microbatches=m, cut=CUT)
+        model = Staged(task, world, Setup(Options(num_microbatches=m), _adamw, cut=CUT), mesh)
         name = f"{dp} x {pp} x {tp}"
         models[name], replicas[f"arithmetic of {name}"] = model, (dp, 2 if pp > 1 else 1)
     one = _One() if world.is_main else None

@@ -37,10 +37,10 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="only write model, tokenizer and model card there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
     add("--temperature", type=TEMPERATURE, metavar="T",
-        help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
-        "with --top_k or several samples")  # fmt: skip
-    add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
-    add("--seed", type=whole, default=0, help="of the draws [0]")
+        help="sample tokens, from logits divided by this; 0 takes the most probable; default: 0, "
+        "or 1 with --top_k or several samples")  # fmt: skip
+    add("--top_k", type=count, metavar="K", help="sample from the K most probable tokens")
+    add("--seed", type=whole, default=0, help="of the samples [0]")
     add("--max_new_tokens", type=count, default=128, metavar="N",
         help="per line out, as far as the model's length allows [128]")  # fmt: skip
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
@@ -53,8 +53,8 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--export {args.export} generates nothing: leave out text and --input")
     several = args.num_samples > 1 or args.top_k is not None
     if args.temperature == 0 and several:
-        parser.error("--temperature 0 with --num_samples or --top_k: the likeliest token is always "
-                     "the same; --temperature 0.8 works")  # fmt: skip
+        parser.error("--temperature 0 with --num_samples or --top_k: the most probable token is "
+                     "always the same; --temperature 0.8 works")  # fmt: skip
     if args.temperature is None:
         args.temperature = 1.0 if several else 0.0
     return args
@@ -84,7 +84,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
         content = sys.stdin.buffer.read() if args.input is None else args.input.read_bytes()
         return content.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8; iconv -f latin1 -t utf-8 converts it")
+        reason = getattr(error, "strerror", "it is not UTF-8")
         raise UserError(
             f"{where}: it cannot be read ({reason}); a text file in UTF-8 works"
         ) from error

@@ -34,8 +34,6 @@ if __name__ == "__main__":
 # The imports below take seconds: --help and mistyped options are answered by now.
 from itertools import islice
 
-import torch
-
 from data_parallel.gradients import average_gradients
 from project import rules
 from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
@@ -86,19 +84,14 @@ def run_dp(
     check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     wanted = setup_of(args, world, offset=offset)
-    model = Replicated(
-        task, world, wanted, args.gradient_sync,
-        # By default as large as suits the backend, on which all hosts have agreed.
-        bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)) if args.bucket_mb else None,
-        comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
-    )  # fmt: skip
+    model = Replicated(task, world, wanted)
     try:
         if args.pytest:
             write_gradients(world, args, task, model)
             return
         layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
         announce(world, args, model, wanted.timeline, layout)
-        results = run(world, args, task, model, wanted, resume)
+        results = run(world, task, model, wanted, resume)
         finish(world, results, args)  # collective: rank 0 draws, the others wait
     finally:
         model.close()

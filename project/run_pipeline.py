@@ -129,26 +129,23 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
     texts = read_pairs(args)
     resume = find_resume(args, texts.fingerprints()["train"])
     task = TranslationTask(args, world, texts, resume.files(FILES))
-    setup = setup_of(args, world, workers="stage")
+    setup = setup_of(args, world, resume.cut, workers="stage")
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":
         micro_batch = -(-args.batch_size // (args.num_microbatches or 1))  # examples, rounded up
         model = BlocksInThreads(
-            task, world, setup, devices, args.balance,
+            task, world, setup, devices,
             micro_batch if args.model_parallel_mode == "pipeline_parallel" else None,
         )  # fmt: skip
     else:
-        model = StagesInThreads(
-            task, world, setup, devices, args.schedule, args.num_microbatches or 1, args.balance,
-            resume.cut, args.chunks,
-        )  # fmt: skip
+        model = StagesInThreads(task, world, setup, devices)
     strategy = "one device" if args.strategy == "none" else args.strategy
     layout = f"{strategy}: {counted(args.num_devices, 'rank' if model.ranks else 'stage')}"
     if args.num_devices > 1:
         layout += stage_rules.schedule_in_words(args, model)
     announce(world, args, model, setup.timeline, layout)
     try:
-        results = run(world, args, task, model, setup, resume=resume)
+        results = run(world, task, model, setup, resume)
         finish(world, results, args)
     finally:
         model.close()

@@ -153,12 +153,12 @@ def run_rank(
     if world.world_size > 1:  # all ranks go on, or none
         check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
-    setup = setup_of(args, world, offset=offset)
-    model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
+    setup = setup_of(args, world, resume.cut, offset=offset)
+    model = lay_out(task, world, setup)  # all ranks together
     announce(world, args, model, setup.timeline, layout_in_words(args, model))
     profile = Profile(setup.timeline, args.profile, args.workdir)
     try:
-        results = run(world, args, task, model, setup, resume, trackers_of(args))
+        results = run(world, task, model, setup, resume, trackers_of(args))
         profile.close()
         close_trackers(args)
         # Collective, while the pipe is open; rank 0 keeps what it gets.
@@ -172,7 +172,7 @@ def run_rank(
     def conclude() -> None:
         if args.check_weights or args.check_output:
             results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(args, task, setup, model.devices[0], outputs)
+        verdicts = check(task, setup, model.devices[0], outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -62,8 +62,14 @@ def read_pairs(args: Options) -> Texts:
     return texts
 
 
-def setup_of(args: Options, world: World, workers: str = "rank", offset: float = 0.0) -> Setup:
-    """What the options ask of a layout. Sets how this process' GPU multiplies. `workers` and
+def setup_of(
+    args: Options,
+    world: World,
+    cut: Sequence[int] | None = None,
+    workers: str = "rank",
+    offset: float = 0.0,
+) -> Setup:
+    """What a layout is made by, see `Setup`. Sets how this process' GPU multiplies. `workers` and
     `offset` are of the `Timeline`."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
@@ -73,11 +79,8 @@ def setup_of(args: Options, world: World, workers: str = "rank", offset: float =
     timeline = Timeline(
         world, num_steps=steps, workers=workers, about={"strategy": args.strategy}, offset=offset
     )
-    return Setup(
-        # Each rank makes its optimizer, of the parameters or shards that it holds.
-        partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
-        args.recompute, args.compile,
-    )  # fmt: skip
+    # Each rank makes its optimizer, of the parameters or shards that it holds.
+    return Setup(args, partial(make_optimizer, args), timeline, cut)
 
 
 def announce(

@@ -87,8 +87,8 @@ class _HeadLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def measure(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
-    """[3], float64: the loss of `head_loss`, the number of positions whose label is the likeliest
-    token, and N."""
+    """[3], float64: the loss of `head_loss`, the number of positions whose label is the most
+    probable token, and N."""
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)

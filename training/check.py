@@ -198,21 +198,19 @@ class Plain:
     says."""
 
     def __init__(
-        self,
-        args: Options,
-        task: TrainingTask,
-        setup: Setup,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, task: TrainingTask, setup: Setup, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.dtype = dtype
+        self.task, self.args, self.dtype = task, setup.args, dtype
         self.context = nullcontext if dtype == torch.float64 else partial(setup.autocast, device)
         self.model = whole_model(task, device, dtype)
         self.layers = nn.Sequential(*task.layers(self.model))
-        per_epoch = task.steps_per_epoch
+
+    def train(self) -> None:
+        """All steps of the run."""
+        task, args, per_epoch = self.task, self.args, self.task.steps_per_epoch
         steps = (step for e in count() for step in islice(task.steps(e, 0, 1, 1), per_epoch))
         total = args.num_batches or args.n_epochs * per_epoch
-        bits = torch.finfo(dtype).bits
+        bits = torch.finfo(self.dtype).bits
         line = moving(islice(steps, total), f"One process, {bits} bits", total, "step")
         losses = map(self._mean_loss, line)
         for _ in plain_steps(args, list(self.model.parameters()), total, losses):
@@ -257,13 +255,16 @@ def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> li
 
 
 def check(
-    args: Options, task: TrainingTask, setup: Setup, device: torch.device, outputs: list[Tensor]
+    task: TrainingTask, setup: Setup, device: torch.device, outputs: list[Tensor]
 ) -> list[Verdict]:
     """Trains again on one process, on rank 0, and compares what --check_weights and --check_output
     ask for: the weights of the last checkpoint, and each part's `outputs`."""
+    args = setup.args
     if not (args.check_weights or args.check_output):
         return []
-    plain, exact = (Plain(args, task, setup, device, t) for t in (torch.float32, torch.float64))
+    plain, exact = (Plain(task, setup, device, t) for t in (torch.float32, torch.float64))
+    plain.train()
+    exact.train()
     verdicts = []
     if args.check_weights:
         checkpoint, _ = newest(args.workdir / CHECKPOINTS)

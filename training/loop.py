@@ -162,7 +162,6 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
 
 def run(
     world: World,
-    args: Options,
     task: TrainingTask,
     model: LaidOutModel,
     setup: Setup,
@@ -170,6 +169,7 @@ def run(
     trackers: Sequence[Tracker] = (),
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
+    args = setup.args
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
@@ -228,7 +228,7 @@ class _Epochs:
         note("comparison of replicas")
         model.check_replicas(f"in epoch {epoch + 1}")
         note("evaluation")
-        # After so few steps it does not translate yet.
+        # BLEU is meaningless before one epoch.
         few = task.score_name == "BLEU" and (args.num_batches or math.inf) < task.steps_per_epoch
         found: tuple[float, Score | None] = (math.nan, None)
         if not args.benchmark_only:

@@ -37,7 +37,7 @@ from .tasks.task import to_device
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 
-Run = Callable[[Callable[[int], Any]], list[Any]]
+OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
 """Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 
 
@@ -102,7 +102,7 @@ class Optimizers:
         world: World | None = None,
         *,
         counted: Collection[nn.Parameter] | None = None,
-        run: Run | None = None,
+        run: OnWorkers | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.recipe = recipe

@@ -91,7 +91,7 @@ def plain_step(num_microbatches: int) -> Seen:
 def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches: int) -> None:
     """With dropout. Clipping by hand scales by a number of the device, without a wait; by a
     number of the host it takes a kernel less."""
-    setup = Setup(ADAMW, num_microbatches=num_microbatches)
+    setup = Setup(Options(num_microbatches=num_microbatches), ADAMW)
     seen = third_step(Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, setup))
     assert waits(seen) == ONE_WAIT
     plain = plain_step(num_microbatches)
@@ -102,7 +102,7 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
 @on_device
 def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
     """A last stage on the CPU reads them at once: the copy must have ended."""
-    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Setup(ADAMW))
+    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Setup(Options(), ADAMW))
     target = torch.zeros(3, dtype=torch.long, device="cuda")
     with patch.object(model, "outputs", lambda _: torch.zeros(3, 64)), watch() as seen:
         model.measure(None, target)
@@ -111,10 +111,10 @@ def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @on_device
-def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
-    setup = Setup(ADAMW, recompute=recompute)
+def test_a_step_of_stages_in_threads_waits_once(recompute: Any) -> None:
+    setup = Setup(Options(recompute=recompute), ADAMW, cut=(3, 3))
     task, devices = PROBLEM.task(CUDA, torch.float32), [torch.device("cuda", k) for k in (0, 1)]
-    model = StagesInThreads(task, CUDA, setup, devices, "1f1b", 4, cut=(3, 3))
+    model = StagesInThreads(task, CUDA, setup, devices)
     assert waits(third_step(model)) == ONE_WAIT
     model.close()
 
@@ -122,7 +122,7 @@ def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
 def gradients_of(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
     """Of the first step, by name, on the CPU."""
     task = PROBLEM.task(CUDA, torch.float32)
-    setup = Setup(ADAMW, num_microbatches=num_microbatches, **options)
+    setup = Setup(Options(num_microbatches=num_microbatches, **options), ADAMW, cut=(3, 3))
     model = build(task, CUDA, setup)
     model.backward(next(steps(task, model)))
     found = {name: p.grad.cpu() for name, p in model.module.named_parameters()}
@@ -146,10 +146,8 @@ def test_what_is_dropped_depends_on_the_micro_batch_alone() -> None:
     again = gradients_of(Replicated, 2, recompute="always")
     assert all(alone[name].equal(again[name]) for name in alone)
     for recompute in ("never", "always", "sqrt"):
-        build = partial(
-            StagesInThreads, devices=devices, schedule="1f1b", num_microbatches=2, cut=(3, 3)
-        )
-        assert largest(alone, gradients_of(build, 2, recompute=recompute)) < 1e-5
+        found = gradients_of(partial(StagesInThreads, devices=devices), 2, recompute=recompute)
+        assert largest(alone, found) < 1e-5
     assert largest(alone, gradients_of(Replicated, 4)) > 1e-2
 
 
@@ -163,7 +161,7 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
         return dropout(x, 0.25, key, place(where), first).cpu()
 
     task = PROBLEM.task(CUDA, torch.float32)
-    model = Replicated(task, CUDA, Setup(ADAMW, num_microbatches=2))
+    model = Replicated(task, CUDA, Setup(Options(num_microbatches=2), ADAMW))
     keys = [x[2] for step in islice(steps(task, model), 4) for x in step.inputs]  # of two epochs
     assert len(set(keys)) == 8 and all(type(key) is int and 0 <= key < 2**63 for key in keys)
     torch.manual_seed(0)
@@ -184,11 +182,12 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
 
 
-def ddp_by_hand(rank: int, world_size: int, how: str) -> Counter[str]:
+def ddp_by_hand(rank: int, world_size: int, how: Any) -> Counter[str]:
     """The waits of a step that averages after backward."""
     world = make_world(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    model = Replicated(PROBLEM.task(world, torch.float32), world, Setup(ADAMW), how)
+    task, setup = PROBLEM.task(world, torch.float32), Setup(Options(gradient_sync=how), ADAMW)
+    model = Replicated(task, world, setup)
     return waits(third_step(model, world, model.average_gradients))
 
 
@@ -202,8 +201,8 @@ def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
     """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
     world = make_world(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    setup = Setup(ADAMW, num_microbatches=4)
-    model = Replicated(PROBLEM.task(world, torch.float32), world, setup, bucket_bytes=8 << 10)
+    setup = Setup(Options(num_microbatches=4, bucket_mb=2**-7), ADAMW)
+    model = Replicated(PROBLEM.task(world, torch.float32), world, setup)
     seen = third_step(model, world, model.average_gradients)
     model.close()
     of_buckets = [kernel for kernel in seen.kernels if kernel.where.startswith(GRADIENTS)]
@@ -235,7 +234,7 @@ def test_an_update_is_recorded_on_the_device_of_its_stage() -> None:
     for k in (0, 1):
         weight = nn.Parameter(torch.ones(2, device=f"cuda:{k}"))
         weight.grad = torch.ones_like(weight)
-        optimizer = Setup(ADAMW, timeline=timeline).optimizer([weight], stage=k)
+        optimizer = Setup(Options(), ADAMW, timeline).optimizer([weight], stage=k)
         stream_of = torch.accelerator.current_stream
         with patch("torch.accelerator.current_stream", wraps=stream_of) as asked:
             optimizer.step()

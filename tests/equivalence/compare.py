@@ -131,8 +131,9 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
         return optimizer
 
     options, task = row.problem.options, row.problem.task(world, dtype)
-    precision = "fp64" if dtype == torch.float64 else "fp32"
-    setup = Setup(adamw, precision, row.num_microbatches, recompute=row.recompute)
+    asked: dict[str, Any] = {"num_microbatches": row.num_microbatches, "recompute": row.recompute}
+    asked["precision"] = "fp64" if dtype == torch.float64 else "fp32"
+    setup = Setup(replace(options, **asked), adamw)
     with sharing(row.share_memory):
         model = row.build(task, world, setup)
         recipe = Recipe(options, task.steps_per_epoch)

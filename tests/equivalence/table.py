@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -89,21 +88,27 @@ class Row:
 # What lays a model out
 
 
-def replicated(sync: str = "overlap", **how: Any) -> Build:
+def having(setup: Setup, cut: Cut | None = None, **options: Any) -> Setup:
+    """The same with this cut, and these options."""
+    return replace(setup, args=replace(setup.args, **options), cut=cut)
+
+
+def replicated(sync: str = "overlap") -> Build:
     """Gradients averaged in this way."""
-    return partial(Replicated, gradient_sync=sync, bucket_bytes=BUCKET, **how)
+    return lambda task, world, setup: Replicated(
+        task, world, having(setup, gradient_sync=sync, bucket_mb=BUCKET / 2**20)
+    )
 
 
 def sharded(zero: int) -> Build:
     """ZeRO 1, 2, 3."""
-    if zero > 1:
-        return partial(Sharded, zero=zero)
-    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=1)(task, world, setup)
+    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=zero)(task, world, setup)
 
 
-def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
+def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
     """A rank per stage, or per ``chunks`` of them; m micro-batches."""
-    return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
+    options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
+    return lambda task, world, setup: Staged(task, world, having(setup, cut, **options))
 
 
 def mesh(
@@ -114,20 +119,17 @@ def mesh(
     sequence_parallel: bool = False,
     zero: int | None = None,
     chunks: int = 1,
-    **how: Any,
 ) -> Build:
     """dp x pp x tp ranks, layers cut unevenly."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         places = make_mesh(dp, pp, tp, 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
-        if zero == 3:
-            return Sharded(task, world, setup, 3, places, sequence_parallel, **how)
-        return Staged(
-            task, world, setup, places, sequence_parallel, schedule=schedule,
-            num_microbatches=setup.num_microbatches, cut=cut, chunks=chunks,
-            shard_optimizer=zero == 1, **how,
+        asked = having(
+            setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
+            chunks=chunks,
         )  # fmt: skip
+        return (Sharded if zero in (2, 3) else Staged)(task, world, asked, places)
 
     return build
 
@@ -137,8 +139,9 @@ def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
     the time that layers take."""
     stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
     n = stages // chunks
+    options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
     return lambda task, world, setup: StagesInThreads(
-        task, world, setup, devices(world, n), schedule, m, cut=given, chunks=chunks
+        task, world, having(setup, given, **options), devices(world, n)
     )
 
 
@@ -147,7 +150,7 @@ def module(cut: Cut, split_size: int) -> Build:
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         where = devices(world, len(cut))
-        model = PlainModule(task, world, setup, where, num_microbatches=1, cut=cut)
+        model = PlainModule(task, world, having(setup, cut, num_microbatches=1), where)
         model.pipe.split_size = split_size
         return model
 
@@ -157,7 +160,7 @@ def module(cut: Cut, split_size: int) -> Build:
 def blocks(n: int, split_size: int | None) -> Build:
     """The blocks in n stages; None: one stage at a time."""
     return lambda task, world, setup: BlocksInThreads(
-        task, world, setup, devices(world, n), "uniform", split_size
+        task, world, setup, devices(world, n), split_size
     )
 
 
@@ -311,7 +314,7 @@ def _meshes() -> Iterator[Row]:
     of_8 = [1, 2, 4, 8]
     layouts = [(W, *axes) for W in of_8[1:] for axes in product(of_8, repeat=3) if prod(axes) == W]
     for W, dp, pp, tp in layouts:
-        m = 3 if pp > 1 else None
+        m = 3 if pp > 1 else 2 if tp > 1 else None
         name = f"mesh{W}-{dp}x{pp}x{tp}"
         yield Row(name, W, mesh(dp, pp, tp), problem, m)
         if tp > 1:
@@ -323,10 +326,10 @@ def _meshes() -> Iterator[Row]:
             yield Row(f"{name}-sequence-zero3", W, build, problem, m)
     odd = replace(ODD, n_head=4)
     yield Row("mesh2-1x1x2-odd", 2, mesh(1, 1, 2), odd, 2)
-    yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2), problem)
-    yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False))
+    yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2), problem, 2)
+    yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False), 2)
     of_three = replace(problem, n_head=3, n_embd=24)
-    yield Row("mesh3-1x1x3", 3, mesh(1, 1, 3, sequence_parallel=True), of_three)
+    yield Row("mesh3-1x1x3", 3, mesh(1, 1, 3, sequence_parallel=True), of_three, 2)
     yield Row("mesh4-2x1x2-none_left", 4, mesh(2, 1, 2), Sentences(9, 8, n_head=4), 100)
     yield Row("mesh4-1x2x2-odd", 4, mesh(1, 2, 2, sequence_parallel=True), odd, 2)
     yield Row("mesh4-1x2x2-zb", 4, mesh(1, 2, 2, "zb"), problem, 3)

@@ -98,7 +98,7 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     args: Any = task.args
     setup = setup_of(args, world)
     if line.startswith("train"):
-        model = lay_out(args, task, world, setup)
+        model = lay_out(task, world, setup)
     elif args.pipeline == "blocks":
         model = BlocksInThreads(task, world, setup, choose_devices(args), split_size=2)
     else:
@@ -123,7 +123,7 @@ def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
 def end_on_notice(rank: int, world_size: int, line: str) -> None:
     task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
     args: Any = task.args
-    model = lay_out(args, task, world, setup_of(args, world))
+    model = lay_out(task, world, setup_of(args, world))
     mine = [pair["de"] for pair in task.texts.splits["test"]] if rank == 0 else []
     with model.evaluating(), heeded(), pytest.raises(Ended):
         if rank == 0:

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map_only
 
 from runtime.waits import limit_waits
 from training.launch.memory import state_bytes
-from training.optimization import Run
+from training.optimization import OnWorkers
+from training.options import Options
 from training.tasks.cache import Cache
 from training.tasks.task import Step, TrainingTask
 from training.timeline import OFF, Timeline
@@ -39,19 +40,22 @@ from training.timeline import OFF, Timeline
 
 @dataclass(frozen=True)
 class Setup:
-    """What the options ask of a layout."""
+    """What a layout is made by, beside the task and the ranks.
 
+    Attributes:
+        args: the options of the run; a layout reads those that it has.
+        cut: the layers per stage of a checkpoint, which then need not be measured.
+    """
+
+    args: Options
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    precision: str = "fp32"  # fp32, tf32, bf16 or fp64
-    num_microbatches: int | None = None  # None: as suits the device
     timeline: Timeline = OFF
-    recompute: str = "never"  # never, always, except_last or sqrt: runtime/recompute.py
-    compile: bool = False  # of whole models: layers and loss run through torch.compile
+    cut: Sequence[int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights, gradients and optimizer state."""
-        return torch.float64 if self.precision == "fp64" else torch.float32
+        return torch.float64 if self.args.precision == "fp64" else torch.float32
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], stage: int = -1
@@ -63,13 +67,13 @@ class Setup:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
-        if self.precision != "bf16":
+        if self.args.precision != "bf16":
             return nullcontext()  # others compute in the type of the weights
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def notes(self, device: torch.device) -> list[str]:
         """A warning about the precision on this machine, or nothing."""
-        if self.precision != "bf16" or device.type != "cpu":
+        if self.args.precision != "bf16" or device.type != "cpu":
             return []
         cpu = torch.cpu.get_capabilities()
         if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
@@ -132,7 +136,7 @@ class LaidOutModel(ABC):
     optimizers: Sequence[torch.optim.Optimizer]
     counted: Sequence[nn.Parameter] | None = None
     average_gradients: Callable[[nn.Module], None] | None = None
-    run: Run | None = None
+    run: OnWorkers | None = None
     cut: Sequence[int] | None = None
 
     @abstractmethod

@@ -23,21 +23,15 @@ from .layout import Setup
 
 
 def stage_sizes(
-    task: TrainingTask,
-    world: World,
-    setup: Setup,
-    num_stages: int,
-    num_microbatches: int,
-    balance: str = "auto",
-    cut: Sequence[int] | None = None,
+    task: TrainingTask, world: World, setup: Setup, num_stages: int, num_microbatches: int
 ) -> list[int]:
-    """Layers per stage. All ranks call it together.
+    """Layers per stage: as --balance says or, if it is auto, as the checkpoint's, if it had as many
+    stages, or measured. All ranks call it together.
 
     Args:
         num_microbatches: of a batch; of the first, the last one is what layers are timed on.
-        balance: as --balance; auto: `cut`, if it has as many stages, or measured.
-        cut: the layers per stage of a checkpoint.
     """
+    balance, cut = setup.args.balance or "auto", setup.cut
     if balance == "auto" and cut is not None and len(cut) == num_stages:
         return list(cut)
     if balance != "auto":

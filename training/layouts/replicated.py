@@ -44,38 +44,26 @@ class Recomputed(nn.Sequential):
 
 
 class Replicated(LaidOutModel):
-    """See `LaidOutModel`.
-
-    Args:
-        gradient_sync: per_parameter, flat or overlap.
-        bucket_bytes, comm_dtype: of the buckets of `overlap`.
-    """
+    """See `LaidOutModel`."""
 
     module: nn.Module
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        world: World,
-        setup: Setup,
-        gradient_sync: str = "overlap",
-        bucket_bytes: int | None = None,
-        comm_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, task: TrainingTask, world: World, setup: Setup) -> None:
+        args = setup.args
         self.task, self.setup, self.devices = task, setup, [world.device]
         self._world, self.part, self.parts = world, world.rank, world.world_size
-        self.num_microbatches = setup.num_microbatches
+        self.num_microbatches = args.num_microbatches
         self.module = whole_model(task, world.device, setup.dtype)  # the same on all ranks
         self.modules = layers = task.layers(self.module)  # they share the module's parameters
         self._loss = task.loss
-        if setup.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
+        if args.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
             self._loss = torch.compile(task.loss)
             for layer in layers:
                 layer.compile()
         self.net: nn.Module = nn.Sequential(*layers)
-        if setup.recompute != "never":
+        if args.recompute != "never":
             number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
-            self.net = Recomputed(layers, number[setup.recompute])
+            self.net = Recomputed(layers, number[args.recompute])
         parameters = list(self.module.parameters())
         self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
@@ -84,16 +72,19 @@ class Replicated(LaidOutModel):
         self.close: Callable[[], None] = lambda: None
         if world.world_size == 1:  # nothing to average
             return
-        if gradient_sync == "overlap":
+        if args.gradient_sync == "overlap":
+            # By default as large as suits the backend, on which all hosts have agreed.
+            mb = args.bucket_mb
+            size = max(1, int(min(mb, 2**30) * 2**20)) if mb is not None else None
             ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
-                self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
-                recorder=setup.timeline,
+                self.net, bucket_bytes=size, recorder=setup.timeline,
+                comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
             )  # fmt: skip
             self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
             self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
         else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
-            self.average_gradients = setup.timeline.span("all_reduce")(by_hand[gradient_sync])
+            self.average_gradients = setup.timeline.span("all_reduce")(by_hand[args.gradient_sync])
 
     def check_replicas(self, when: str) -> None:
         """All parameters."""
@@ -120,8 +111,9 @@ class Replicated(LaidOutModel):
         """Every rank sees its own outputs."""
         if x is None:  # no batch left; a forward needs no other rank
             return None
+        compiled = self.setup.args.compile
         # Evaluation has other shapes, of which each would be compiled.
-        eager = torch.compiler.set_stance("force_eager") if self.setup.compile else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with self.setup.autocast(self.devices[0]), eager:
             found: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
         return found

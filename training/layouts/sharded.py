@@ -30,27 +30,21 @@ class Sharded(MeshLayout):
     """
 
     def __init__(
-        self,
-        task: TrainingTask,
-        world: World,
-        setup: Setup,
-        zero: int = 3,
-        mesh: Mesh | None = None,
-        sequence_parallel: bool = False,
+        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh | None = None
     ) -> None:
-        mesh = mesh or Mesh(data=everyone(world))
-        super().__init__(task, world, setup, mesh, sequence_parallel)
-        self.num_microbatches = setup.num_microbatches
+        args, mesh = setup.args, mesh or Mesh(data=everyone(world))
+        super().__init__(task, world, setup, mesh)
+        self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
-        compute_dtype = torch.bfloat16 if setup.precision == "bf16" else None
+        compute_dtype = torch.bfloat16 if args.precision == "bf16" else None
         cut_task, model = self.cut_task, self.cut_task.model
         self.modules = cut_task.layers
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
-            init=cut_task.initialize, zero=zero, compute_dtype=compute_dtype,
+            init=cut_task.initialize, zero=args.zero or 3, compute_dtype=compute_dtype,
             device=world.device, group=mesh.data.group,
-            recorder=setup.timeline, recompute=setup.recompute != NEVER,
+            recorder=setup.timeline, recompute=args.recompute != NEVER,
             kind=lambda name: name in cut_task.parts,  # cut parameters and whole ones apart
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]

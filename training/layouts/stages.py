@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,41 +33,26 @@ class Staged(MeshLayout):
 
     Args:
         mesh: by default a stage on every rank.
-        schedule: None: whole models, one stage; each replica writes results.
-        balance, cut: see `stage_sizes`.
-        chunks: stages per rank; None: the schedule's own number.
-        timeout: seconds that a stage waits for its neighbour.
-        shard_optimizer: ZeRO 1 over the replicas.
     """
 
     def __init__(
-        self,
-        task: TrainingTask,
-        world: World,
-        setup: Setup,
-        mesh: Mesh | None = None,
-        sequence_parallel: bool = False,
-        *,
-        schedule: str | None = "1f1b",
-        num_microbatches: int | None = 4,
-        balance: str = "auto",
-        cut: Sequence[int] | None = None,
-        chunks: int | None = None,
-        timeout: float = 300.0,
-        shard_optimizer: bool = False,
+        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh | None = None
     ) -> None:
-        mesh = mesh or Mesh(pipeline=everyone(world))
-        super().__init__(task, world, setup, mesh, sequence_parallel)
-        self.num_microbatches, self.schedule = num_microbatches, schedule
-        ranks = places(schedule or "1f1b", mesh.pipeline.size, chunks)  # by stage
+        args, mesh = setup.args, mesh or Mesh(pipeline=everyone(world))
+        super().__init__(task, world, setup, mesh)
+        schedule = args.schedule or "1f1b"
+        # fsdp has whole models, of one stage: each replica writes its results.
+        self.schedule = None if args.strategy == "fsdp" else schedule
+        self.num_microbatches = self._number_of_microbatches()
+        ranks = places(schedule, mesh.pipeline.size, args.chunks)  # by stage
         self.ranks = ranks if len(ranks) > mesh.pipeline.size else None  # only with chunks
-        self.cut = stage_sizes(task, world, setup, len(ranks), num_microbatches or 4, balance, cut)
-        one_at_a_time = len(ranks) == 1 or num_microbatches == 1
+        self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches or 4)
+        one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.cut_task.layers), self.cut, world.device, mesh.pipeline.group,
             messages=mesh.messages, ranks=ranks, model=self.cut_task.model,
-            initialize=self.cut_task.initialize, recorder=setup.timeline, timeout=timeout,
-            recompute=mode_of(setup.recompute, one_at_a_time),
+            initialize=self.cut_task.initialize, recorder=setup.timeline, timeout=args.timeout,
+            recompute=mode_of(args.recompute, one_at_a_time),
         )  # fmt: skip
         self.modules = [self.pipe.module]
         if len(ranks) > 1:
@@ -82,10 +67,18 @@ class Staged(MeshLayout):
         self._whole = self.on_all
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
-        if shard_optimizer and self.parts > 1:
+        if args.zero == 1 and self.parts > 1:
             self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=setup.timeline))
         else:
             self._whole_optimizer(mine)
+
+    def _number_of_microbatches(self) -> int | None:
+        """As asked, or as suits the mesh; None: the device."""
+        if self.setup.args.strategy == "model":
+            return 1
+        # Between matrices each micro-batch costs the latency of its collectives.
+        usual = 4 if self.mesh.pipeline.size > 1 else 1 if self.mesh.tensor.size > 1 else None
+        return self.setup.args.num_microbatches or usual
 
     def _whole_optimizer(self, mine: dict[str, nn.Parameter]) -> None:
         """Each replica updates all of this rank's parameters."""

@@ -173,20 +173,15 @@ class CutTask:
 
 
 class MeshLayout(LaidOutModel):
-    """A layout on a mesh: its tensor axis cuts the matrices, and its data axis deals the batch out.
+    """A layout on a mesh: its tensor axis cuts the matrices, and its data axis deals the batch
+    out."""
 
-    Args:
-        sequence_parallel: see `CutTask`.
-    """
-
-    def __init__(
-        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
         self._world = world
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.cut_task = CutTask(  # on the meta device: no memory yet
-            task, mesh.tensor, setup.dtype, sequence_parallel, setup.timeline
+            task, mesh.tensor, setup.dtype, setup.args.sequence_parallel, setup.timeline
         )
 
     def check_replicas(self, when: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.schedules.catalogue import places
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
+from training.options import UNSET
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
@@ -54,37 +55,27 @@ class StagesInThreads(_InOneProcess):
 
     Args:
         devices: of the stages; cpu:0, cpu:1 are slices of the cores.
-        chunks: stages per device; None: the schedule's own number.
-        cut: the layers per stage of a checkpoint, which then need not be measured.
     """
 
     schedule: str  # never None, as there are stages
     num_microbatches: int
 
     def __init__(
-        self,
-        task: TrainingTask,
-        world: World,
-        setup: Setup,
-        devices: Sequence[torch.device],
-        schedule: str = "1f1b",
-        num_microbatches: int = 4,
-        balance: str = "auto",
-        cut: Sequence[int] | None = None,
-        chunks: int | None = None,
+        self, task: TrainingTask, world: World, setup: Setup, devices: Sequence[torch.device]
     ) -> None:
         self.task, self.setup, self.devices = task, setup, devices
-        ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
-        self.schedule, self.num_microbatches = schedule, num_microbatches
+        args, self.schedule = setup.args, setup.args.schedule or "1f1b"
+        self.num_microbatches = args.num_microbatches or 4
+        ranks = places(self.schedule, len(devices), args.chunks)  # each stage's device, as a number
         self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
-        self.cut = stage_sizes(task, world, setup, len(ranks), num_microbatches, balance, cut)
+        self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches)
         # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
         module, replicas = place_layers(layers, self.cut, [devices[r] for r in ranks])
-        one_at_a_time = schedule == "sequential" or len(ranks) == 1
+        one_at_a_time = self.schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
             module, recorder=setup.timeline, replicas=replicas, sizes=self.cut,
-            recompute=mode_of(setup.recompute, one_at_a_time),
+            recompute=mode_of(args.recompute, one_at_a_time),
         )  # fmt: skip
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
@@ -131,7 +122,6 @@ class BlocksInThreads(_InOneProcess):
         world: World,
         setup: Setup,
         devices: Sequence[torch.device],
-        balance: str = "auto",
         split_size: int | None = None,
     ) -> None:
         from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
@@ -142,10 +132,9 @@ class BlocksInThreads(_InOneProcess):
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens
         self.modules = [self.module, *self.layers]
-        blocks = range(plain.config.n_layer)
-        sizes = split_by(
-            "uniform" if balance == "auto" else balance, len(blocks), len(devices), "blocks"
-        )
+        blocks, balance = range(plain.config.n_layer), setup.args.balance
+        balance = "uniform" if balance in (UNSET, "auto") else balance
+        sizes = split_by(balance, len(blocks), len(devices), "blocks")
         edges = pairwise([0, *accumulate(sizes)])  # (first block, next stage's first) of each
         self.module.parallelize(
             {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, edges, strict=True)}
@@ -153,7 +142,7 @@ class BlocksInThreads(_InOneProcess):
         if split_size is not None:  # else the batch is one micro-batch
             self.module._prepare_pipeline_parallel(split_size)
         self.module.transformer.h_pp.recorder = setup.timeline
-        self.module.transformer.h_pp.recompute = mode_of(setup.recompute, split_size is None)
+        self.module.transformer.h_pp.recompute = mode_of(setup.args.recompute, split_size is None)
         where = ", ".join(map(str, devices))
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
         self.optimizers = [setup.optimizer(self.module.parameters(), 0)]

@@ -29,6 +29,7 @@ from training.launch.distributed import make_world
 from training.layouts.layout import Setup
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
+from training.options import Options
 
 # Batches of eight sentences and of two, where one of three replicas has none.
 PROBLEM = Sentences(10, 8, n_head=6, n_embd=24)  # heads for two and for three tensor ranks
@@ -75,16 +76,10 @@ def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequ
     last bits show later.)"""
     world = make_world(rank, world_size)
     mesh, task = make_mesh(6 // (pp * tp), pp, tp, 60.0), PROBLEM.task(world, torch.float32)
-    setup = Setup(partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
+    options = Options(num_microbatches=2, zero=zero or None, sequence_parallel=sequence)
+    setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=(3, 3) if pp > 1 else None)
     with sharing(False), adding_backwards(mesh):
-        model: Any
-        if zero == 3:
-            model = Sharded(task, world, setup, zero, mesh, sequence)
-        else:
-            model = Staged(
-                task, world, setup, mesh, sequence, num_microbatches=2,
-                cut=(3, 3) if pp > 1 else None, shard_optimizer=zero == 1,
-            )  # fmt: skip
+        model: Any = (Sharded if zero == 3 else Staged)(task, world, setup, mesh)
         for number, step in enumerate(task.steps(0, model.part, model.parts, 2), 1):
             model.optimizers[0].zero_grad()
             model.backward(step)

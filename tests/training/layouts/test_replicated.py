@@ -12,6 +12,7 @@ from tests.equivalence.problems import Sentences
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
+from training.options import Options
 
 
 def test_compiled_layers_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +31,8 @@ def test_compiled_layers_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch)
     adamw = partial(torch.optim.AdamW, lr=1e-3)
 
     def trained(compiled: bool) -> list[Tensor]:
-        model = Replicated(task, World(), Setup(adamw, num_microbatches=2, compile=compiled))
+        setup = Setup(Options(num_microbatches=2, compile=compiled), adamw)
+        model = Replicated(task, World(), setup)
         (step, _) = task.steps(0, 0, 1, 2)
         model.backward(step)
         found = [p.grad for p in model.module.parameters()]
