@@ -26,16 +26,20 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.chaos.run import until
 from tests.ranks import server
 
 LIMIT = 110.0  # seconds that a program may take
+SOON = 5.0  # ... and the processes that it has started, to end after it
 
 
 def run_warm(command: Sequence[str], folder: Path) -> CompletedProcess[str]:
-    """Runs `command`, a program's path and its options, from `folder` to its end."""
+    """Runs `command`, a program's path and its options, from `folder` to its end. No process of it
+    may be left."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         args = (list(command), folder, dict(os.environ), out.name, err.name)
         process: Any = server().Process(target=_program, args=args)
@@ -47,7 +51,19 @@ def run_warm(command: Sequence[str], folder: Path) -> CompletedProcess[str]:
             process.join()
         said, complained = (Path(file.name).read_text("utf-8") for file in (out, err))
     assert not late, f"{command} had not ended after {LIMIT} s\n{said}\n{complained}"
+    assert until(lambda: not _of_session(process.pid), SOON), _of_session(process.pid)
     return CompletedProcess(command, process.exitcode, said, complained)
+
+
+def _of_session(leader: int) -> list[psutil.Process]:
+    """Processes that a program has started, and that are still there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            dead = process.status() == psutil.STATUS_ZOMBIE
+            if not dead and os.getsid(process.pid) == leader:
+                found.append(process)
+    return found
 
 
 class Terminal:

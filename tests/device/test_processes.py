@@ -29,10 +29,7 @@ from training.launch.world import World
 from training.loop import seeded, train
 
 STEPS = 2
-NAMES = [
-    "fsdp2-zero1-m2", "fsdp2-zero3-m2", "pipeline2-zb-m3", "pipeline2-zbv-v2_m3", "mesh2-1x1x2",
-    "mesh2-1x1x2-sequence",
-]  # fmt: skip
+NAMES = ["fsdp2-zero3-m2", "pipeline2-zbv-v2_m3", "mesh2-1x1x2-sequence"]
 
 
 def row_of(rank: int, world_size: int, name: str, **changes: Any) -> tuple[World, Row]:
@@ -47,7 +44,8 @@ def row_of(rank: int, world_size: int, name: str, **changes: Any) -> tuple[World
 def compared(rank: int, world_size: int, name: str) -> str:
     """Trains a row of the table; what is wrong with it."""
     world, row = row_of(rank, world_size, name, dropout=0.0)  # masks depend on the device
-    reference = plain(row.problem, STEPS, torch.float64)
+    plain_run = plain(row.problem, STEPS, torch.float64) if world.is_main else None
+    reference: Any = world.from_main(plain_run)
     return check(row, reference, world, STEPS, torch.float64).failure
 
 
@@ -64,10 +62,9 @@ def test_two_ranks_with_a_device_each(name: str) -> None:
     assert ranks(2, NCCL).run(compared, name) == ["", ""]
 
 
-@pytest.mark.parametrize("name", ["mesh4-2x2x1-zero1", "mesh4-2x1x2-sequence-zero3"])
 @on_device
-def test_four_ranks_that_share_devices(name: str) -> None:
-    assert ranks(4).run(compared, name) == [""] * 4
+def test_four_ranks_that_share_devices() -> None:
+    assert ranks(4).run(compared, "mesh4-2x1x2-sequence-zero3") == [""] * 4
 
 
 def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]:
@@ -79,7 +76,7 @@ def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]
 @on_device
 def test_rows_that_follow_each_other_make_groups_of_their_own() -> None:
     """Messages of devices close theirs, and others of NCCL's would keep memory of the GPU."""
-    assert ranks(4).run(ended_groups, "mesh4-1x2x2") == [(["", ""], 0)] * 4
+    assert ranks(4).run(ended_groups, "mesh4-2x2x1-zero1") == [(["", ""], 0)] * 4
 
 
 def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str]]:
@@ -94,7 +91,7 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
     return [wait.where for wait in seen.waits], set(seen.collectives)
 
 
-@pytest.mark.parametrize("name", NAMES[1::2])
+@pytest.mark.parametrize("name", NAMES)
 @on_device
 def test_a_step_waits_once(name: str) -> None:
     """For the norm, the losses and the counts of all ranks, which it reads together."""

@@ -411,75 +411,60 @@ def test_where_the_time_of_a_step_went() -> None:
     assert steps_of({"a": row(("F", 0, 1), step=4)}) == [4]
 
 
-def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path) -> None:
-    def said(one: Path, two: Path) -> str:
+def test_runs_that_are_missing_or_do_not_compare(
+    single: Path, multiple: Path, tmp_path: Path
+) -> None:
+    """One line each, with what is there and what to do."""
+
+    def check(line: str, said: str) -> None:
+        words = line.split()
+        where = ["--workdir", str(tmp_path)] if "=" in words[1] else []
+        args = plot.parse_plot([*words, *where, "--output", str(tmp_path)])
         with pytest.raises(UserError) as caught:
-            plot.plot_data_parallel(Run(one), Run(two), tmp_path)
-        return str(caught.value)
-
-    assert "two has 2; needed are 1 and 2 or more" in said(multiple, multiple)
-    short = write_epochs(tmp_path / "short", "rank0_results", SINGLE[:1], world_size=1)
-    assert "both need 2 epochs or more" in said(short, multiple)
-    other = write_epochs(tmp_path / "other", "rank0_results", SINGLE, world_size=1, n_train=9)
-    (multiple / "options.json").write_text('{"world_size": 2, "n_train": 8}')
-    assert said(other, multiple) == (
-        f"only runs of the same n_train compare, and these differ: {other} 9, {multiple} 8"
-    )
-    nothing = tmp_path / "nothing"
-    nothing.mkdir()
-    assert said(nothing, multiple) == (
-        f"{nothing} has no rank0_results_epoch0.json; name the --workdir of a finished run"
-    )
-    flow: dict[str, Any] = {"model_parallel_mode": "pipeline_parallel"}
-    one, two = (
-        write_epochs(tmp_path / name, "eval_results", SINGLE, batch_size=size, **flow)
-        for name, size in (("first", 32), ("second", 64))
-    )
-    with pytest.raises(
-        UserError, match=r"^--model_parallel .*: that run has --model_parallel_mode p"
-    ):
-        plot.plot_pipeline(Run(one), Run(two), tmp_path)
-    (one / "options.json").write_text('{"model_parallel_mode": "model_parallel", "batch_size": 32}')
-    with pytest.raises(UserError, match=r"^only runs of the same batch_size compare"):
-        plot.plot_pipeline(Run(one), Run(two), tmp_path)
-    (multiple / "rank1_results_epoch2.json").unlink()
-    assert "its ranks have results of different epochs" in said(single, multiple)
-    (multiple / "rank1_results_epoch0.json").write_text("{")
-    assert "rank1_results_epoch0.json cannot be read" in said(single, multiple)
-
-
-def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    folder = write_run(tmp_path, "ddp2", DDP2, precision="fp32")
-    write_run(tmp_path, "ddp1", precision="bf16")
-
-    def check(said: str, *command: str) -> None:
-        with pytest.raises(UserError) as caught:
-            draw(tmp_path, drawn, *command)
+            plot.draw_figure(args)
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
-    check(
-        f"no finished run in {tmp_path}/ddp4; make it with: python project/train.py ddp "
-        f"--world_size 4 --num_batches 9 --timeline 8 --workdir {tmp_path}/ddp4",
-        "throughput", "ddp=2,ddp=4",
+    pair = f"data_parallel --multiple {multiple} --single "
+    check(pair + str(multiple), "two has 2; needed are 1 and 2 or more")
+    short = write_epochs(tmp_path / "short", "rank0_results", SINGLE[:1], world_size=1)
+    check(pair + str(short), "both need 2 epochs or more")
+    (tmp_path / "nothing").mkdir()
+    check(f"{pair}{tmp_path}/nothing", "nothing has no rank0_results_epoch0.json; name the --w")
+    other = write_epochs(tmp_path / "other", "rank0_results", SINGLE, world_size=1, n_train=9)
+    (multiple / "options.json").write_text('{"world_size": 2, "n_train": 8}')
+    differ = f"only runs of the same n_train compare, and these differ: {other} 9, {multiple} 8"
+    check(pair + str(other), differ)
+    (multiple / "rank1_results_epoch2.json").unlink()
+    check(pair + str(single), "its ranks have results of different epochs")
+    (multiple / "rank1_results_epoch0.json").write_text("{")
+    check(pair + str(single), "rank1_results_epoch0.json cannot be read")
+    one, two = (
+        write_epochs(tmp_path / mode, "eval_results", SINGLE, batch_size=size,
+                     model_parallel_mode=mode)
+        for mode, size in (("model_parallel", 32), ("pipeline_parallel", 64))
     )  # fmt: skip
-    check("tensor --world_size 2 --model gpt2-mini --num_batches 9 ", "memory", "tensor=2")
-    differ = f"these differ: {tmp_path}/ddp1 bf16, {tmp_path}/ddp2 fp32"
-    check(f"only runs of the same precision compare, and {differ}", "memory", "ddp=1,ddp=2")
-    timeline = ("timeline", "ddp=2", "--step", "7")
-    check("--step 7: not recorded; take 1 to 2", *timeline)
-    assert not (folder / "trace.json").exists()
+    check(
+        f"pipeline --model_parallel {two} --pipeline_parallel {two}",
+        f"--model_parallel {two}: that run has --model_parallel_mode pipe",
+    )
+    line = f"pipeline --model_parallel {one} --pipeline_parallel {two}"
+    check(line, "only runs of the same batch_size compare")
+
+    folder = write_run(tmp_path, "ddp2", DDP2, precision="fp32")
+    write_run(tmp_path, "ddp1", precision="bf16")
+    how = "python project/train.py ddp --world_size 4 --num_batches 9 --timeline 8 --workdir "
+    check("throughput ddp=2,ddp=4", f"no finished run in {tmp_path}/ddp4; make it with: {how}")
+    check("memory tensor=2", "tensor --world_size 2 --model gpt2-mini --num_batches 9 ")
+    check("memory ddp=1,ddp=2", f"same precision compare, and these differ: {tmp_path}/ddp1 bf16")
+    check("timeline ddp=2 --step 7", "--step 7: not recorded; take 1 to 2")
     (folder / "timeline_rank1.json").unlink()
     missing = f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
-    check(missing, "split_time", "ddp=2")
-    check(f"no finished run in {tmp_path}/ddp3; make it with: python ", "timeline", "ddp=3")
-    with pytest.raises(UserError, match=r" --workdir 'my runs/ddp3'$"):
-        plot.named("ddp=3", Path("my runs"))
-    check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
+    check("split_time ddp=2", missing)
+    check("timeline /no/such", "/no/such: there is no such folder; name the --workdir")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
-        check("it must be a strategy (single, ddp, fsdp, pipeline, model, ", "throughput", name)
-    for content in ("{", "[1]"):
-        (folder / "summary.json").write_text(content)
-        check("summary.json cannot be read", "memory", "ddp=2")
+        check(f"throughput {name}", "it must be a strategy (single, ddp, fsdp, pipeline, model, ")
+    (folder / "summary.json").write_text("[1]")
+    check("memory ddp=2", "summary.json cannot be read")
 
 
 def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:

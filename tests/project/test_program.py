@@ -111,7 +111,7 @@ def test_a_run_that_fails_gives_its_shared_memory_back(ranks: Ranks, tmp_path: P
 
 LEFT = r"(\d\d:\d\d|\?) left"
 MOVING = (
-    r"Epoch 1 \|.*\| step [1-9]\d* of 100, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
+    r"Epoch 1 \|.*\| step [1-9]\d* of 30, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
     r"Validating \|.*\| batch \d of 1, " + LEFT,
     r"Translating \|.*\| token \d+ of \d+, " + LEFT,
 )
@@ -119,7 +119,7 @@ MOVING = (
 
 def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Path) -> None:
     """Of ranks, which are processes of their own; on a terminal of unknown width."""
-    more = "--n_epochs 999 --n_train 200 --batch_size 2"
+    more = "--n_epochs 999 --n_train 60 --batch_size 2"
     terminal = Terminal([PROGRAM, *TINY.split(), *more.split()], tmp_path)
     terminal.until("Epoch 2 .*step [1-9]")
     terminal.type("\x03")
@@ -128,7 +128,7 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Pa
     for line in MOVING:
         assert re.search(line, terminal.text), line
     *rows, last, end = terminal.screen()
-    assert last == "Interrupted; --resume continues from 000001-epoch0-step100." and end == ""
+    assert last == "Interrupted; --resume continues from 000001-epoch0-step30." and end == ""
     assert [row.split()[0] for row in rows if row][-3:] == ["epoch", "start", "1"]
     assert [row for row in rows if "left" in row or "|" in row] == []
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ def test_a_layout_translates_as_one_process(
 SIZES = f"{TINY} --n_test 7 --precision fp64"
 
 
+@cache
 def of_one_process() -> tuple[list[str], list[int]]:
     """The translations, computed without a cache; and their lengths in tokens, with the source."""
     task = made(f"train single {SIZES}", 0, 1)

@@ -21,7 +21,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs
+from tests.warm import run_warm
 from training.launch import launch as launcher
 from training.launch.distributed import make_world
 from training.launch.errors import RunError, UserError, format_error
@@ -72,23 +72,19 @@ def test_ctrl_c_while_a_process_is_started_is_heard_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "who", "said"),
+    ("name", "who", "said"),
     [
-        (programs.raise_on_one, "rank 1", "Traceback "),
-        (programs.kill_starter, launcher.STARTER, "It was killed by SIGKILL."),
+        ("raise_on_one", "rank 1", "Traceback "),
+        ("kill_starter", launcher.STARTER, "It was killed by SIGKILL."),
     ],
 )
 def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(
-    work: Callable[[World], None], who: str, said: str, capfd: pytest.CaptureFixture[str]
+    name: str, who: str, said: str, tmp_path: Path
 ) -> None:
     """It leaves no process. A rank that is killed: see tests/test_failures.py."""
-    before = psutil.Process().children(recursive=True)
-    with pytest.raises(SystemExit) as end:
-        launch(work, TWO_RANKS)
-    left = set(psutil.Process().children(recursive=True)) - set(before)
-    assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
-    printed = capfd.readouterr().err
-    assert end.value.code == 1
+    ended = run_warm([programs.__file__, name], tmp_path)
+    printed = ended.stderr
+    assert ended.returncode == 1
     assert printed.startswith(f"\n{who} failed; the run has been ended.\n{said}")
     times = int(said == "Traceback ")
     words = ("Traceback", "\nValueError: the bug of rank 1\n", "programs.py", "failed")
