@@ -223,7 +223,8 @@ class Machine:
             self, gpus_per_node=max(ranks, self.gpus_per_node), memory_gbs=self.memory_gbs * part,
             tflops={name: value * part for name, value in self.tflops.items()},
             link_gbs=self.link_gbs * part, link_us=self.link_us / part,
-            message_us=self.message_us / part,
+            message_us=self.message_us / part, kernel_us=self.kernel_us / part,
+            step_ms=self.step_ms / part,
         )  # fmt: skip
 
 

@@ -43,5 +43,6 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     # Four ranks on two cores compute and copy in turns, each half as fast.
     half, ring = mine.shared(4), group(replace(mine, gpus_per_node=4), 4, 1)
     assert half.per_second("fp32") == mine.per_second("fp32") / 2
+    assert half.kernel_us == 2 * mine.kernel_us
     assert group(half, 4, 1).reduce(1e6) == pytest.approx(2 * ring.reduce(1e6))
     assert mine.shared(2) == mine
