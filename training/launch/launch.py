@@ -294,7 +294,9 @@ def _take_gpu(device: torch.device) -> str:
     does not say that this torch can use it."""
     try:
         torch.accelerator.set_device_index(device)
-        return str(torch.cuda.get_device_properties(device).uuid)
+        # A device that has no such number is told by its place on its host.
+        place = f"{device} of {socket.gethostname()}"
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", place))
     except RuntimeError as error:  # the driver is older than the CUDA that torch is built for
         why = str(error).splitlines()[0]
         raise UserError(f"torch cannot use this GPU ({why}); --device cpu works") from error

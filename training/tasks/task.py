@@ -141,7 +141,16 @@ def to_device(values: T, device: torch.device | str) -> T:
     device = torch.device(device)
     if device.type == "cpu":
         return values
-    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), values)
+    return tree_map_only(Tensor, lambda t: _pinned(t).to(device, non_blocking=True), values)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """In memory that the GPU can read, or as it is if the system has none left: then the host waits
+    for the copy."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
 
 
 def whole_model(
