@@ -102,8 +102,9 @@ class Passes(NamedTuple):
     weights: Pass  # the part of backward that computes gradients of weights
 
 
-def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes]:
-    """What a micro-batch costs on one of the tp ranks of a stage: in a block, and in the head."""
+def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes, Passes]:
+    """What a micro-batch costs on one of the tp ranks of a stage: in the embedding, in a block, and
+    in the head."""
     tp, size, s = layout.tp, BYTES[layout.precision], model.seq
     b, h, f = layout.micro_batch, model.hidden, model.ffn
     t = b * s
@@ -159,13 +160,14 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     v = -(-model.vocab // tp)
     logits = t * v / memory  # seconds per byte of a logit
     # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
+    embedding = Passes(Pass(tensor=exchanged / 2, host=collective / 2), Pass(), Pass())
     head = Passes(
-        Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host + collective / 2),
+        Pass(product(t, v, h), 0, 28 * logits, 0, LAUNCHES * host),
         Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
              exchanged / 2, 2 * LAUNCHES * host + collective / 2),
         Pass(product(h, v, t), host=LAUNCHES * host / 2),
     )  # fmt: skip
-    return Passes(there, back, Pass(weights, host=LAUNCHES * host)), head
+    return embedding, Passes(there, back, Pass(weights, host=LAUNCHES * host)), head
 
 
 def gradient_bytes(layout: Layout) -> int:

@@ -13,7 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
@@ -45,6 +45,8 @@ SPELLINGS = {  # of columns, and of words in them
 }  # fmt: skip
 SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
 SIZES = tuple(Model.__dataclass_fields__)
+MEASURED = COLUMNS[-3:]
+PREDICTED = ("predicted_seconds", "predicted_memory_gb", "predicted_fits")
 
 Row = Mapping[str, str]
 
@@ -57,7 +59,8 @@ def read_table(path: Path) -> list[dict[str, str]]:
         raise ValueError(f"{path}: it is not UTF-8; a table is a CSV file of text") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    table = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
+    lines = [line for line in lines if line.strip() and not line.startswith("#")]
+    table = csv.DictReader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count))
     names = [name.strip().lower() for name in table.fieldnames or ()]
     table.fieldnames = [SPELLINGS.get(name, name) for name in names]
     rows = [{n: cell or "" for n, cell in row.items() if n} for row in table if any(row.values())]
@@ -161,25 +164,24 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
 
 
 def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
-    """Each row of a table with its prediction. Raises ValueError, naming the row."""
+    """Each row of a table with its prediction. Of a row that has none, `problem` says why, and what
+    is not known is None. Raises ValueError, with the first problem, if all rows have one."""
     found = []
     for k, row in enumerate(table, 1):
+        cells = Cells(row)
+        own: dict[str, Any] = {name: row.get(name, "") for name in COLUMNS}
+        own |= dict.fromkeys((*MEASURED, *PREDICTED, "problem"))
         try:
+            own |= {name: cells.measured(name) for name in MEASURED[:2]} | {"fits": cells.fits()}
             model, layout, nodes = row_of(row, machine)
+            own |= asdict(model) | {"gpus": layout.gpus, "global_batch": layout.batch_size}
             step = PricedStep(model, layout, nodes, legal=False)
-            cells = Cells(row)
-            measured = {n: cells.measured(n) for n in ("seconds_per_step", "memory_gb")}
-            fits = cells.fits()
+            own |= zip(PREDICTED, (step.seconds, step.memory_gb, step.fits), strict=True)
         except ValueError as error:
-            raise ValueError(f"row {k}: {error}") from None
-        found.append(
-            {name: row.get(name, "") for name in COLUMNS} | measured
-            | {name: getattr(model, name) for name in SIZES} | {
-                "gpus": layout.gpus, "global_batch": layout.batch_size,
-                "fits": fits, "predicted_seconds": step.seconds,
-                "predicted_memory_gb": step.memory_gb, "predicted_fits": step.fits,
-            }
-        )  # fmt: skip
+            own["problem"] = f"row {k}: {error}"
+        found.append(own)
+    if all(row["problem"] for row in found):
+        raise ValueError(found[0]["problem"])
     return found
 
 
@@ -187,12 +189,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The errors of a table: of time and memory, mean and worst; the share of pairs of layouts of
     the same model, GPUs and batch whose order is right; regret, the seconds that the layout
     predicted to be the fastest takes more than the fastest; the share of rows that fit or not as
-    predicted."""
+    predicted. Rows with a problem do not count."""
+    rows = [row for row in rows if not row["problem"]]
     found: dict[str, float] = {"rows": len(rows)}
-    for what, name, ours in (
-        ("time", "seconds_per_step", "predicted_seconds"),
-        ("memory", "memory_gb", "predicted_memory_gb"),
-    ):
+    for what, name, ours in zip(("time", "memory"), MEASURED, PREDICTED, strict=False):
         if errors := [abs(row[ours] / row[name] - 1) for row in rows if row[name]]:
             found |= {f"{what}_error": fmean(errors), f"{what}_worst": max(errors)}
     groups: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)

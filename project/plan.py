@@ -250,9 +250,12 @@ def run_check(args: argparse.Namespace) -> None:
         return
     for name, value in summary(rows).items():
         print(f"{name:16} {value:8.0f}" if name == "rows" else f"{name:16} {value:8.1%}")
+    if problems := [row["problem"] for row in rows if row["problem"]]:
+        print(f"\n{len(problems)} not predicted; --json says why:", *problems[:5], sep="\n  ")
     timed = [(row["predicted_seconds"] / row["seconds_per_step"], row)
-             for row in rows if row["seconds_per_step"]]  # fmt: skip
-    print("\nThe worst rows:\n measured predicted  ratio   GiB predicted  layout")
+             for row in rows if row["seconds_per_step"] and not row["problem"]]  # fmt: skip
+    if timed:
+        print("\nThe worst rows:\n measured predicted  ratio   GiB predicted  layout")
     shown = ("layers", "hidden", "dp", "tp", "pp", "micro_batch", "zero", "global_batch")
     for ratio, row in sorted(timed, key=lambda pair: -abs(pair[0] - 1))[:5]:
         print(f"{row['seconds_per_step']:9.4g} {row['predicted_seconds']:9.4g} {ratio:6.2f} "

@@ -179,13 +179,15 @@ class Reported(Run):
         zero, blocks = used.get("zero") or 0, self.config.get("n_layer", 0) / pp
         whole = used["state_bytes"]["gradients"][0] * (dp if zero >= 2 else 1)
         part = (dp - 1) / dp * whole
+        # ZeRO-2 and 3 gather what layers compute with; gradients are summed in fp32.
+        gathered = part / 2 if zero >= 2 and used.get("precision") == "bf16" else part
         m = used["num_microbatches"] if zero >= 2 else 1  # which each exchange
         sent = {
             "activations to the next stage": hidden if stages > 1 else 0,
             "gradients of activations to the stage before": hidden if stages > 1 else 0,
             "tensor parallel: 4 all-reduces of a block": 8 * (tp - 1) / tp * blocks * hidden,
             "gradients to replicas": m * part if zero else 2 * part,
-            "parameters, gathered": (0, 1, 1, 2 * m)[zero] * part,
+            "parameters, gathered": (0, 1, 1, 2 * m)[zero] * gathered,
         }
         return {link: size for link, size in sent.items() if size}
 
@@ -315,12 +317,10 @@ def render(runs: Sequence[Reported], template: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The program."""
     args = parse_report(argv)
-    machine = None
-    if args.machine:
-        try:
-            machine = describe.machine(args.machine)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+    try:
+        machine = describe.machine(args.machine) if args.machine else None
+    except ValueError as error:
+        raise UserError(str(error)) from None
     runs = [Reported(folder, machine) for folder in args.runs]
     for run in runs:
         if not run.summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,14 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
     errors = summary(rows)
     assert (errors["rows"], errors["pairs_in_order"], errors["regret"]) == (2, 1, 0)
     assert errors["fits_right"] == 0.5
-    path.write_text(head.replace("heads,", ""), "utf-8")
+    zb2p = one.replace("1f1b", "zb-2p").format(8, 1, 0.5, 1)
+    path.write_text((head + one.format(8, 1, 0.5, 1) + 7 * zb2p).replace(",", ";"), "utf-8")
+    mixed: list[dict[str, object]] = run(f"check {path} --machine a100-80gb", capsys)  # type: ignore[assignment]
+    assert [row["predicted_seconds"] is None for row in mixed] == [False, *7 * [True]]
+    assert (mixed[1]["seconds_per_step"], summary(mixed)["rows"]) == (0.5, 1)
+    main(["check", str(path), "--machine", "a100-80gb"])
+    said = capsys.readouterr().out
+    assert re.search("\n7 not predicted.*row 6: [^\n]*'zb-2p'[^\n]*\n\n", said, re.S)
     for text, message in (
         (head.replace("heads,", "") + "1\n", "the column heads is missing"),
         (head + one.format(8, 1, "fast", 1), "row 1: seconds_per_step is 'fast', and must be"),

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -207,12 +208,16 @@ def test_what_the_planner_predicts(course: Path) -> None:
 
 
 def test_what_a_rank_sends(tmp_path: Path) -> None:
-    """As docs/mathematics.md: ZeRO-2 and 3 exchange in every micro-batch."""
-    for zero in range(4):
-        folder = write_run(tmp_path, f"{zero}fsdp2", zero=zero, num_microbatches=4)
+    """As docs/mathematics.md: ZeRO-2 and 3 exchange in every micro-batch. Under bf16 they gather 2
+    bytes of a parameter, and sum gradients of 4."""
+    for zero, precision in product(range(4), ("fp32", "bf16")):
+        folder = write_run(
+            tmp_path, f"{zero}{precision}2", zero=zero, num_microbatches=4, precision=precision
+        )
         (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
         gradients = 40_000_000 * (2 if zero > 1 else 1)  # bytes of all parameters
-        sent = formulas.zero_traffic(zero, gradients // 4, 2, formulas.FP32, microbatches=4)
+        state = formulas.State(2 if zero > 1 and precision == "bf16" else 4, 4, 8)
+        sent = formulas.zero_traffic(zero, gradients // 4, 2, state, microbatches=4)
         assert sum(report.Reported(folder).links().values()) == sent
 
 
