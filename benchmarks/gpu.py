@@ -51,6 +51,7 @@ from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
 from tests.equivalence.table import find, sharded
+from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
@@ -520,7 +521,7 @@ def main() -> None:
         if there := torch.cuda.device_count():  # the driver counts them; torch cannot use them
             built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},"
             works = "a newer driver, or a torch that is built for an older CUDA, works"
-            parser.exit(1, f"{built} cannot use the {there} GPUs here: {works}\n")
+            parser.exit(1, f"{built} cannot use the {counted(there, 'GPU')} here: {works}\n")
         if reason := missing():
             print(f"skipped: no GPU, and {reason}")
             return

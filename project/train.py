@@ -73,7 +73,7 @@ if __name__ == "__main__":
 from project import rules, stage_rules, train_rules
 from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
-from training.files import SUMMARY, write_json
+from training.files import SUMMARY, TOKENS, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError, counted, works
@@ -92,7 +92,6 @@ from training.tasks.pretrained import PretrainedLanguage, PretrainedTranslation
 from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.task import TrainingTask
 from training.tasks.texts import SPLITS
-from training.tasks.tokens import TOKENS
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of

@@ -13,7 +13,7 @@ from .launch.errors import RunError
 
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 ENDED = "ended_on_notice"  # there if the last run was asked to end: a scheduler may start it again
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
+CHECKPOINTS, TENSORBOARD, TOKENS = "checkpoints", "tensorboard", "tokens"  # their folders
 
 
 @contextmanager

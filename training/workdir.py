@@ -6,13 +6,14 @@ import errno
 import fcntl
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from training.checkpoint import clean, names
-from training.files import CHECKPOINTS
+from training.files import CHECKPOINTS, TOKENS
 from training.options import Options
 
 from .launch.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
@@ -49,9 +50,9 @@ def claim_folders(args: Options) -> None:
 
 @contextmanager
 def alone_in_workdir(args: Options) -> Iterator[None]:
-    """Within it no other run may write into the workdir. After it no half-written checkpoint or
-    result file is left, however the ranks ended. (Under torchrun the ranks of the next run clean
-    up: no rank knows whether all have ended.)
+    """Within it no other run may write into the workdir. After it no half-written checkpoint, copy
+    of a text, or result file is left, however the ranks ended. (Under torchrun the ranks of the
+    next run clean up: no rank knows whether all have ended.)
 
     Raises:
         UserError: another run writes there.
@@ -73,6 +74,8 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
                 args.workdir.rmdir()
             for path in args.workdir.glob("*.json.part"):
                 path.unlink(missing_ok=True)
+            for copy in [*args.workdir.glob(f"{TOKENS}/**/*.part")]:
+                shutil.rmtree(copy, ignore_errors=True)
         if lock is not None:
             os.close(lock)  # unlocks the folder
 

@@ -41,10 +41,10 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over(
     monkeypatch.setattr("sys.argv", ["gpu"])
     monkeypatch.setattr("os.execve", lambda *_: pytest.fail("it goes on without hardware"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(SystemExit):
         gpu.main()
-    assert "cannot use the 8 GPUs here: a newer driver" in capsys.readouterr().err
+    assert "cannot use the 1 GPU here: a newer driver" in capsys.readouterr().err
 
 
 def test_a_program_that_does_not_end_fails_alone(

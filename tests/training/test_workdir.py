@@ -15,8 +15,14 @@ from training.launch.errors import Interrupted, UserError, signals_end
 from training.options import Options
 from training.workdir import alone_in_workdir
 
-HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part")
-WHOLE = ("work/checkpoints/000001-epoch0/state.json", "work/mine.part", "work/summary.json")
+HALF = (
+    "work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",
+    "work/tokens/text/pairs/train.0.part/ids",
+)  # fmt: skip
+WHOLE = (
+    "work/checkpoints/000001-epoch0/state.json", "work/mine.part", "work/summary.json",
+    "work/tokens/text/pairs/ids",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

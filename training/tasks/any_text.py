@@ -93,14 +93,13 @@ def load_texts(
         folder: for a copy of large files; by default they are read into memory.
     """
     refuse_one_language(src, tgt)
+    rows: dict[str, Sequence[Any]] = {}
     with refused_if_unreadable(dataset):
         found, copy = _read(dataset, src, tgt, folder)
         plain = is_plain(dataset, found, src, tgt)
-    keys = ("text",) if plain else (src, tgt)
-    if copy is not None:
-        copy /= COPIES[len(keys)]
-    rows: dict[str, Sequence[Any]] = {}
-    with refused_if_unreadable(dataset):
+        keys = ("text",) if plain else (src, tgt)
+        if copy is not None:
+            copy /= COPIES[len(keys)]
         for split in [split for split in SPLITS if split in found]:
             if plain:
                 whole = copy is not None and not isinstance(found[split], _LongTexts)
@@ -176,12 +175,12 @@ class _LongTexts:
     def __iter__(self) -> Iterator[Pair]:
         for path in self.files:
             rest = ""
-            with path.open(encoding="utf-8") as file:
+            with refused_if_unreadable(path), path.open(encoding="utf-8-sig") as file:
                 while more := file.read(READ):
                     *whole, rest = pieces(rest + more)
                     for text in whole:
                         yield {"text": text}
-            yield {"text": rest + END}
+            yield {"text": rest + END if rest.strip() else ""}
 
 
 def _ended(rows: Iterable[Pair], end: str) -> Iterator[Pair]:

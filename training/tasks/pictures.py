@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,7 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
         train, test = (_as_pictures(*draw(n, [seed, part])) for part, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
-        sets = _read(dataset)
-    return PictureSets(_first(sets.train, n_train), _first(sets.test, n_test), sets.classes)
+        return _read(dataset, n_train, n_test)
 
 
 def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
@@ -118,12 +118,8 @@ def _as_pictures(images: Any, labels: Any) -> Pictures:
     return Pictures(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _first(pictures: Pictures, n: int | None) -> Pictures:
-    return Pictures(pictures.images[:n], pictures.labels[:n])
-
-
-def _read(name: str) -> PictureSets:
-    """A folder, or a dataset of the hub."""
+def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
+    """A folder, or a dataset of the hub. No more pictures are decoded than asked for."""
     found = load_splits(name)
     if not {"train", "test"} <= set(found):
         raise UserError(
@@ -141,10 +137,10 @@ def _read(name: str) -> PictureSets:
         )
     train, test = (
         _as_pictures(
-            np.stack([_to_bytes(picture) for picture in found[split][image]]),
-            np.array(found[split][label], np.int64),
+            np.stack([_to_bytes(picture) for picture in islice(found[split][image], n)]),
+            np.array(found[split][label][:n], np.int64),
         )
-        for split in ("train", "test")
+        for split, n in (("train", n_train), ("test", n_test))
     )
     return PictureSets(train, test, tuple(names))
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from runtime.dropout import Keys
-from training.files import writing
+from training.files import TOKENS, writing
 from training.launch.errors import counted
 from training.launch.world import World
 from training.options import Options
@@ -48,7 +48,6 @@ from .task import Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .tokens import (
     AT_ONCE,
     TOKENIZER_FILES,
-    TOKENS,
     Encoded,
     Rows,
     Tokens,

@@ -27,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training.launch.errors import UserError, counted
+from training.launch.errors import RunError, UserError, counted
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
 Sizes = Mapping[str, int | None]
@@ -38,7 +38,8 @@ BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
 BEGINNINGS = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's ending
-    ".txt": ("text", {"sample_by": "document"}), ".jsonl": ("json", {}), ".json": ("json", {}),
+    ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
+    ".jsonl": ("json", {}), ".json": ("json", {}),
     ".csv": ("csv", {"keep_default_na": False}), ".parquet": ("parquet", {}),
     ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
 }  # fmt: skip
@@ -91,16 +92,14 @@ def load_pairs(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
         UserError: there are no usable pairs; the message says why, and what works.
     """
     refuse_one_language(src, tgt)
-    with refused_if_unreadable(dataset):
-        found = _read(dataset, src, tgt)
-        plain = is_plain(dataset, found, src, tgt)
-    if plain:
-        raise UserError(
-            f"--dataset {dataset}: this is plain text, and the program translates; "
-            f"project/train.py ddp --model gpt2-mini --dataset {shlex.quote(dataset)} learns it"
-        )
     rows: dict[str, Sequence[Pair]] = {}
     with refused_if_unreadable(dataset):
+        found = _read(dataset, src, tgt)
+        if is_plain(dataset, found, src, tgt):
+            raise UserError(
+                f"--dataset {dataset}: this is plain text, and the program translates; "
+                f"project/train.py ddp --model gpt2-mini --dataset {shlex.quote(dataset)} learns it"
+            )
         for split in [split for split in SPLITS if split in found]:
             rows[split] = list(pairs_of(dataset, split, found[split], (src, tgt)))
     return cut_splits(Texts({}), dataset, rows, sizes, world_size)
@@ -122,7 +121,7 @@ def refused_if_unreadable(where: object) -> Iterator[None]:
     """Raises UserError, with the reason and `where` it is, if data cannot be read."""
     try:
         yield
-    except UserError:
+    except (UserError, RunError):  # the latter: a copy cannot be written
         raise
     except Exception as error:  # the readers of `datasets` raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -196,7 +195,7 @@ class _ParallelLines:
 
     def _lines(self, key: str) -> Iterator[str]:
         path = self.folder / f"{self.split}.{key}"
-        with refused_if_unreadable(path), path.open(encoding="utf-8-sig") as file:
+        with refused_if_unreadable(path), path.open(encoding="utf-8-sig", newline="\n") as file:
             for line in file:
                 yield line.removesuffix("\n")
 

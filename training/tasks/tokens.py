@@ -39,6 +39,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
 from training.files import writing
+from training.launch.errors import torchrun
 
 from .task import to_device
 
@@ -49,7 +50,6 @@ T = TypeVar("T")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
 INDEX = np.dtype([("end", np.int64), ("num_source", np.int32)])  # of an example in a file of tokens
-TOKENS = "tokens"  # a folder of the workdir
 AT_ONCE = 1024  # pairs, or pieces of text, that are tokenized together: they stay in a core's cache
 AHEAD = 3  # such lists are tokenized ahead of the one that is used
 FOR_BPE = 1 << 20  # texts that a tokenizer learns from
@@ -205,15 +205,16 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
     """Writes the examples that make() gives, some at a time, for `Tokens` to read, if they are not
     there: of several processes one does. Nothing is in `folder` until all are written. Raises
     RunError."""
-    part, end = folder.with_name(f"{folder.name}.part"), 0
+    # Each rank has its own: where there are no locks, several write at once.
+    part, end = folder.with_name(f"{folder.name}.{torchrun('RANK', 0)}.part"), 0
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
             with suppress(OSError):  # some file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
             if folder.exists():
                 return
-            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
             part.mkdir()
             with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
                 for some in make():
@@ -226,7 +227,12 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -
                 for file in (ids, index):  # the content is on disk before the name
                     file.flush()
                     os.fsync(file.fileno())
-            part.replace(folder)
+            try:
+                part.replace(folder)
+            except OSError:  # another rank has given its own the name
+                shutil.rmtree(part)
+                if not folder.exists():
+                    raise
 
 
 def _mapped(file: Any, dtype: Any) -> Any:

@@ -166,18 +166,27 @@ def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) ->
 def test_the_content_is_on_disk_before_the_name_and_locks_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on some file systems of clusters."""
-    synced: list[int] = []
+    """As on some file systems of clusters: there several ranks write at once, each its own."""
+    synced: list[tuple[int, bool]] = []
 
     def sync(file: int) -> None:
-        assert not (tmp_path / "name").exists()
-        synced.append(os.fstat(file).st_size)
+        synced.append((os.fstat(file).st_size, (tmp_path / "name").exists()))
 
     monkeypatch.setattr("os.fsync", sync)
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "No locks")))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "")
+    monkeypatch.setenv("RANK", "0")
     one = Rows(np.array([5, 6, 7]), np.array([3]), np.array([2]))
-    write_tokens(tmp_path / "name", lambda: [one], np.uint16)
-    assert synced == [6, 12] and rows(Tokens(tmp_path / "name", np.uint16)) == [([5, 6, 7], 2, 0)]
+
+    def slow() -> list[Rows]:
+        monkeypatch.setenv("RANK", "1")  # which begins later, and ends before
+        write_tokens(tmp_path / "name", lambda: [one], np.uint16)
+        return [one]
+
+    write_tokens(tmp_path / "name", slow, np.uint16)
+    assert synced == [(6, False), (12, False), (6, True), (12, True)]
+    assert rows(Tokens(tmp_path / "name", np.uint16)) == [([5, 6, 7], 2, 0)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "name"]
 
 
 def test_a_second_start_takes_the_tokens_of_the_first(
