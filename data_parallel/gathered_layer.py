@@ -145,8 +145,9 @@ class GatheredLayer:
             self._put(self._empty)  # after an error too
         if versions(parameters) != before:
             raise ValueError(
-                f"{self.name} writes to its parameters in forward, here copies: let it compute "
-                "with a new tensor, or write to the shards and call parameters_changed()"
+                f"{self.name} writes to its parameters in forward. They are copies here, and the "
+                "write is lost: let it compute with a new tensor, or write to the shards and call "
+                "parameters_changed()"
             )
         return pytree.tree_map_only(Tensor, self._own, output)
 

@@ -251,7 +251,8 @@ def run_check(args: argparse.Namespace) -> None:
     for name, value in summary(rows).items():
         print(f"{name:16} {value:8.0f}" if name == "rows" else f"{name:16} {value:8.1%}")
     if problems := [row["problem"] for row in rows if row["problem"]]:
-        print(f"\n{len(problems)} not predicted; --json says why:", *problems[:5], sep="\n  ")
+        title = f"\n{len(problems)} not predicted; the first ones (--json has all):"
+        print(title, *problems[:5], sep="\n  ")
     timed = [(row["predicted_seconds"] / row["seconds_per_step"], row)
              for row in rows if row["seconds_per_step"] and not row["problem"]]  # fmt: skip
     if timed:

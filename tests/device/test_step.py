@@ -31,7 +31,7 @@ from training.layouts.threads import StagesInThreads
 from training.loop import train
 from training.optimization import Optimizers, Recipe
 from training.options import Options
-from training.tasks.task import Step, whole_model
+from training.tasks.task import Step, to_device, whole_model
 from training.timeline import Timeline
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
@@ -107,6 +107,13 @@ def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
     with patch.object(model, "outputs", lambda _: torch.zeros(3, 64)), watch() as seen:
         model.measure(None, target)
     assert waits(seen) == {"copy to the CPU, layout.py": 1}
+
+
+@on_device
+def test_a_copy_that_cannot_be_pinned_is_waited_for() -> None:
+    with patch.object(Tensor, "pin_memory", side_effect=RuntimeError), watch() as seen:
+        moved = to_device(torch.arange(3), "cuda")
+    assert sum(waits(seen).values()) == 1 and moved.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

@@ -290,11 +290,11 @@ def _run_rank(
 
 
 def _take_gpu(device: torch.device) -> str:
-    """Computes on it from now on; returns its number, which no other GPU has. That a GPU is there
-    does not say that this torch can use it."""
+    """Computes on it from now on; returns its UUID. That a GPU is there does not say that this
+    torch can use it."""
     try:
         torch.accelerator.set_device_index(device)
-        # A device that has no such number is told by its place on its host.
+        # A device without a UUID is told apart by its place on its host.
         place = f"{device} of {socket.gethostname()}"
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", place))
     except RuntimeError as error:  # the driver is older than the CUDA that torch is built for

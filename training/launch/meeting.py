@@ -118,8 +118,8 @@ def agree_on_backend(store: Any, rank: int, world_size: int, gpu: str) -> str:
     that they need not wait for the GPUs; gloo alone otherwise. All ranks call it together.
 
     Args:
-        gpu: the number of this rank's, which no other GPU has; empty without one. How many a rank
-            sees does not tell: a scheduler may show each rank its own alone, or the same to all.
+        gpu: the UUID of this rank's GPU; empty without one. How many GPUs a rank sees does not tell
+            whose they are: a scheduler may show each rank its own alone, or the same to all.
     """
     keys = [f"GPU of rank {r}" for r in range(world_size)]
     store.set(keys[rank], gpu)

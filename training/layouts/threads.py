@@ -23,7 +23,6 @@ from pipeline.schedules.catalogue import places
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
-from training.options import UNSET
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
@@ -132,8 +131,8 @@ class BlocksInThreads(_InOneProcess):
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens
         self.modules = [self.module, *self.layers]
-        blocks, balance = range(plain.config.n_layer), setup.args.balance
-        balance = "uniform" if balance in (UNSET, "auto") else balance
+        blocks, balance = range(plain.config.n_layer), setup.args.balance or "auto"
+        balance = "uniform" if balance == "auto" else balance
         sizes = split_by(balance, len(blocks), len(devices), "blocks")
         edges = pairwise([0, *accumulate(sizes)])  # (first block, next stage's first) of each
         self.module.parallelize(
