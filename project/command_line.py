@@ -6,14 +6,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
 
 
-def underscored(words: Sequence[str]) -> list[str]:
+def underscored(words: Iterable[str]) -> list[str]:
     """A command line in which hyphens in the names of options are underscores: --n-epochs=3."""
     found = []
     for word in words:
@@ -39,45 +40,68 @@ def as_typed(message: str, line: Iterable[str], aliases: Mapping[str, Sequence[s
     return message
 
 
-# What argparse says, and what a user is told.
-REWORDED = {
-    r"(.*) expected (one|at least one) argument": r"\1: it needs a value",
-    r"(.*) ignored explicit argument '(.*)'": r"\1 \2: it takes no value",
-    r"the following arguments are required: (.*)": r"\1: it is missing",
-    r"(.*) invalid (int|float) value: '(.*)'": r"\1 \3: it must be a number",
-    r"unrecognized arguments: (?!--\w)(.*)": r"\1: no option takes this value; quote any spaces",
-}
-
-
 class Parser(argparse.ArgumentParser):
     """Prints the description unwrapped; answers a mistake with one line and status 2."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
+        settings |= {"allow_abbrev": False, "exit_on_error": False}  # `parse_known_args` reports it
+        super().__init__(**settings)  # type: ignore[arg-type]
         self.words: list[str] = []  # that were parsed
         # A value, not an option. (Python 3.10 to 3.13 take -1e-3 for an option.)
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, which parses everything through it."""
-        return super().parse_known_args(self._checked(args), namespace)
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """As in argparse. Ends the program at a value that no option takes."""
+        with self._one_line():
+            return super().parse_args(args, namespace)
 
-    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """As in argparse, which parses everything through it, also the options of a command."""
+        with self._one_line():
+            return super().parse_known_args(self._checked(args), namespace)
+
+    def parse_known_intermixed_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
         """The same: since Python 3.12.8 it does not call the one above."""
-        return super().parse_known_intermixed_args(self._checked(args), namespace)
+        with self._one_line():
+            return super().parse_known_intermixed_args(self._checked(args), namespace)
 
-    def _checked(self, args: Sequence[str] | None) -> list[str]:
-        """The words of a command line. Ends the program at an empty one, as of an unset variable of
-        the shell. (Only a text to translate may be empty: see project/generate.py.)"""
+    @contextmanager
+    def _one_line(self) -> Iterator[None]:
+        """Ends the program at a mistake, with the option's first name before what argparse says."""
+        try:
+            yield
+        except argparse.ArgumentError as wrong:
+            option = (wrong.argument_name or "").partition("/")[0]
+            self.error(f"{option} {wrong.message}".strip())
+
+    def _checked(self, args: Iterable[str] | None) -> list[str]:
+        """The words of a command line. Ends the program at an unknown option and at an empty value,
+        as of an unset variable of the shell. (Only a text to translate may be empty: see
+        project/generate.py.)"""
         self._settle_usage()
         self.words = words = underscored(sys.argv[1:] if args is None else args)
         if words[:1] == [""]:
             self.error("the first argument is empty")
+        known = self._known()
         for word, value in zip(words, [*words[1:], None], strict=False):
-            if (re.fullmatch("--\\w+", word) and value == "") or re.fullmatch("--\\w+=", word):
-                self.error(f"{word.rstrip('=')}: its value is empty; leave it out, or give one")
+            name, equals, rest = word.partition("=")
+            if word == "--":
+                break  # no options after it
+            if re.fullmatch(r"--\w+", name) and name not in known:
+                self.error(f"{name}: there is no such option{is_it(name, known)}")
+            if name.startswith("--") and (rest if equals else value) == "":
+                self.error(f"{name}: its value is empty; leave it out, or give one")
         return words
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """In argparse's place, since a word of a list may be misspelt."""
+        choices = [str(choice) for choice in action.choices or ()]
+        if choices and str(value) not in choices:
+            rule = f"it must be {' or '.join(choices)}{is_it(str(value), choices)}"
+            raise argparse.ArgumentError(action, f"{value}: {rule}")
 
     def _settle_usage(self) -> None:
         """The usage line of --help: of one form for every program and command."""
@@ -89,15 +113,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option is named as it was typed."""
-        message = re.sub(r"^argument ([^/:]+)[^:]*: ", r"\1 ", message)
-        for pattern, words in REWORDED.items():
-            message = re.sub(pattern, words, message)
-        if wrong := re.fullmatch(r"(.*) invalid choice: (.*) \(choose from (.*)\)", message):
-            option, value, listed = wrong.groups()
-            value, choices = value.strip("'\""), listed.replace("'", "").split(", ")
-            message = f"{option} {value}: it must be {' or '.join(choices)}{is_it(value, choices)}"
-        elif unknown := re.match(r"unrecognized arguments: (--\w+)", message):
-            message = f"{unknown[1]}: there is no such option{is_it(unknown[1], self._known())}"
         options = [action.option_strings for action in self._actions if action.option_strings]
         message = as_typed(message, self.words, {name: others for name, *others in options})
         refuse(f"{self.prog}: error: {message}; --help explains all\n")

@@ -2,6 +2,7 @@
 
 A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
 works instead. `require` reads a table of rows, which is lazy: later rows may rely on earlier ones.
+What only some runs have is the table ONLY in training/options.py.
 A function `settled_*` returns the options with values for some that are UNSET; nothing is changed
 in place. Each program puts its own together in its `parse_*`:
 
@@ -20,7 +21,7 @@ from typing import Any
 from runtime.cores import core_slice
 from training.launch.errors import UserError, counted, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.options import Options, spelt
+from training.options import ONLY, Options, spelt
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
 from training.tasks.task import steps_of_epoch
@@ -46,15 +47,15 @@ def require(args: Options, rows: Iterable[Row]) -> None:
             raise UserError(f"{words}: {rule}; {instead}")
 
 
-def only(
-    given: Options, typed: Set[str], names: str, has: bool, who: str, instead: str = "leave it out"
-) -> Iterator[Row]:
-    """Rows of options that only some runs have: `who`. What was not typed, or has its default, is
-    no mistake."""
+def only_some(given: Options, typed: Set[str], args: Options) -> Iterator[Row]:
+    """The table ONLY, of what was `given`. What was not typed, or has its default,
+    is no mistake. `args` have the axes, and what a resume takes from its checkpoint."""
     defaults = {field.name: field.default for field in fields(given)}
-    for name in names.split():
-        useless = name in typed and getattr(given, name) != defaults[name] and not has
-        yield name, not useless, f"only {who} has it", instead
+    changed = {name for name in typed if getattr(given, name) != defaults[name]}
+    for row in ONLY:
+        for name in row.names.split():
+            fine = name not in changed or row.fits(args)
+            yield name, fine, f"only {row.who} has it", row.instead
 
 
 def resumed(given: O, typed: Set[str]) -> O:

@@ -64,9 +64,7 @@ def parse_data_parallel(
     given, typed = parse_options(DataParallelOptions, description, argv)
     args = rules.settled_ranks(rules.resumed(given, typed))
     args = rules.settled(replace(args, strategy="ddp", dp=args.world_size, pp=1, tp=1))
-    in_buckets = args.gradient_sync == "overlap"
-    buckets = "--gradient_sync overlap"
-    rules.require(args, rules.only(args, typed, "bucket_mb comm_dtype", in_buckets, buckets))
+    rules.require(given, rules.only_some(given, typed, args))
     rules.require(args, rules.rules(args, args.world_size))
     rules.require(args, rules.of_recompute(args, one_at_a_time=True))
     rules.require(args, rules.of_model(args))

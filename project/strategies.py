@@ -57,22 +57,16 @@ from __future__ import annotations
 import re
 from textwrap import dedent
 
-# Which strategies have an option that others do not.
-STRATEGIES_WITH = {
-    "dp pp tp": ("3d",),
-    "schedule chunks": ("pipeline", "3d"),
-    "balance": ("pipeline", "model", "3d"),
-    "sequence_parallel": ("tensor", "3d"),
-    "zero": ("fsdp", "3d"),
-    "compile": ("single", "ddp"),  # nothing watches the operators of a layer
-}
+from training.options import ONLY, Options
+
 # Options of which a strategy leaves no choice.
 DECIDED = {"single": "world_size master_port", "model": "num_microbatches", "tensor": "vgg_width"}
 
 
 def lacking(strategy: str) -> set[str]:
     """The names of the options that --help of a strategy leaves out."""
-    others = [names for names, who in STRATEGIES_WITH.items() if strategy not in who]
+    by_strategy = [row for row in ONLY if row.has is None]
+    others = [row.names for row in by_strategy if not row.fits(Options(strategy=strategy))]
     return {*" ".join([*others, DECIDED.get(strategy, "")]).split()}
 
 

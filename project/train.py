@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
-from project.strategies import PAGES, STRATEGIES_WITH
+from project.strategies import PAGES
 from training.options import (
     UNSET,
     Architecture,
@@ -76,7 +76,7 @@ from training.check import check, outputs_on_main
 from training.files import SUMMARY, TOKENS, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
-from training.launch.errors import RunError, counted, works
+from training.launch.errors import RunError, counted
 from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.choose import lay_out
@@ -103,11 +103,8 @@ AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(TrainOptions, description, argv)
-    for names, who in STRATEGIES_WITH.items():
-        has = given.strategy in who
-        rules.require(given, rules.only(given, typed, names, has, " or ".join(who)))
     args = rules.resumed(settled_axes(given), typed)
-    rules.require(args, train_rules.only_for(args, typed))
+    rules.require(given, rules.only_some(given, typed, args))
     args = rules.settled(settled_strategy(args))
     rules.require(args, train_rules.of_strategy(args))
     claim_folders(args)  # last, since it makes folders
@@ -226,13 +223,9 @@ def read_data(args: TrainOptions) -> AnyTexts | PictureSets:
     if args.model != VGG:
         return read_texts(args)
     pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
-    fewest, option = min(len(pictures.train), len(pictures.test)), train_rules.option_of(args, "dp")
-    rules.require(args, [
-        (f"{option} dataset", fewest >= args.dp,
-         f"it has {counted(fewest, 'picture')}, and each rank needs one",
-         works(f"--{option}", fewest)),
-        rules.warmup(args, len(pictures.train)),
-    ])  # fmt: skip
+    fewest = min(len(pictures.train), len(pictures.test))
+    rules.require(args, train_rules.of_pictures(args, fewest))
+    rules.require(args, [rules.warmup(args, len(pictures.train))])
     return pictures
 
 

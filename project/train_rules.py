@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from tensor_parallel.gpt2 import degrees
-from training.launch.errors import torchrun, torchrun_world_size
+from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
 from training.options import Options
 from training.tasks.gpt2 import PRESETS
@@ -20,26 +19,12 @@ from training.trackers import trackers_of
 from . import rules, stage_rules
 from .rules import Row
 
-OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 VGG_LAYERS = 16
 
 
 def option_of(args: Options, axis: str) -> str:
     """The option that sets the length of an axis on which there are several ranks."""
     return axis if args.strategy == "3d" else "world_size"
-
-
-def only_for(args: Options, typed: Set[str]) -> Iterator[Row]:
-    """The table of options that only some runs have, of any strategy that has them."""
-    text, only = args.model != VGG, partial(rules.only, args, typed)
-    stages = args.strategy != "3d" or args.pp > 1
-    yield from only("schedule chunks balance", stages, "a run with stages", "--pp 2 works")
-    yield from only(
-        "sequence_parallel", args.tp > 1, "a run whose matrices are cut", "--tp 2 works"
-    )
-    yield from only(OF_SENTENCES, text, "a model of sentences, as gpt2-mini,")
-    yield from only("vgg_width", not text, f"--model {VGG}")
-    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd")
 
 
 def of_strategy(args: Options) -> Iterator[Row]:
@@ -112,6 +97,16 @@ def of_tensor(args: Options) -> Iterator[Row]:
          f"its {heads} heads are dealt out evenly", f"--{option} {numbers} works"),
         ("sequence_parallel model_max_length", not (args.sequence_parallel and more),
          f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works"),
+    ]  # fmt: skip
+
+
+def of_pictures(args: Options, num_pictures: int) -> list[Row]:
+    """`num_pictures`: of the smaller split."""
+    option = option_of(args, "dp")
+    return [
+        (f"{option} dataset", num_pictures >= args.dp,
+         f"it has {counted(num_pictures, 'picture')}, and each rank needs one",
+         works(f"--{option}", num_pictures)),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The options of a run: name, type, default and help, each once.
+"""The options of a run: name, type, default and help, each once; and which runs have an option.
 
 An option that is UNSET gets its value before anything starts (project/rules.py), so that everything
 after that reads a complete object. A program shows some of the groups of options below, and may
@@ -15,7 +15,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 UNSET: Any = None
 
@@ -287,3 +287,44 @@ class Options(
     not show"""
     strategy: str = "single"
     """how the model is laid out on the processes"""
+
+
+class Only(NamedTuple):
+    """Options that only some runs have.
+
+    Attributes:
+        names: of the options.
+        who: the runs, in words. Without `has` it names strategies, as "pipeline or 3d".
+        has: whether a run of these options, which may be UNSET, is one of them.
+        instead: what works.
+    """
+
+    names: str
+    who: str
+    has: Callable[[Options], bool] | None = None
+    instead: str = "leave it out"
+
+    def fits(self, args: Options) -> bool:
+        """Whether a run has them."""
+        return self.has(args) if self.has else args.strategy in self.who.split(" or ")
+
+
+SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
+
+ONLY = (
+    Only("dp pp tp", "3d"),
+    Only("schedule chunks", "pipeline or 3d"),
+    Only("balance", "pipeline or model or 3d"),
+    Only("sequence_parallel", "tensor or 3d"),
+    Only("zero", "fsdp or 3d"),
+    Only("compile", "single or ddp"),  # nothing watches the operators of a layer
+    Only("schedule chunks balance", "a run with stages",
+         lambda args: args.strategy != "3d" or args.pp > 1, "--pp 2 works"),
+    Only("sequence_parallel", "a run whose matrices are cut",
+         lambda args: args.tp > 1, "--tp 2 works"),
+    Only("bucket_mb comm_dtype", "--gradient_sync overlap",
+         lambda args: args.gradient_sync == "overlap"),
+    Only("momentum", "--optimizer sgd", lambda args: args.optimizer == "sgd"),
+    Only("vgg_width", "--model vgg16", lambda args: args.model == "vgg16"),
+    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda args: args.model != "vgg16"),
+)  # fmt: skip

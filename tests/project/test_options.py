@@ -55,14 +55,14 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
             said = refused(f"{DP}--{name} {value}", capsys)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
     for line, said in (
-        (DP + "twice", "twice: no option takes this value; quote any spaces"),
-        ("train ", "STRATEGY: it is missing"),
-        (DP + "--workdir", "--workdir: it needs a value"),
+        (DP + "twice", "unrecognized arguments: twice"),
+        ("train ", "the following arguments are required: STRATEGY"),
+        (DP + "--workdir", "--workdir expected one argument"),
         (DP + "--workdir=", "--workdir: its value is empty; leave it out, or give one"),
         (DP + "--dataset '' --resume", "--dataset: its value is empty; leave it out, or give one"),
         ("train ''", "the first argument is empty"),
-        (DP + "--workdir --resume", "--workdir: it needs a value"),
-        (DP + "--print_config=yes", "--print_config yes: it takes no value"),
+        (DP + "--workdir --resume", "--workdir expected one argument"),
+        (DP + "--print_config=yes", "--print_config ignored explicit argument 'yes'"),
         (PP + "--n_chunk 0", f"--n_chunk 0: it must be {COUNT}"),
         (PP + "--num_microbatches=0", f"--num_microbatches 0: it must be {COUNT}"),
         (DP + "--num-workers two", f"--num_workers two: it must be {COUNT}"),
