@@ -58,14 +58,13 @@ def only_some(given: Options, typed: Set[str], args: Options) -> Iterator[Row]:
             yield name, fine, f"only {row.who} has it", row.instead
 
 
-def resumed(given: O, typed: Set[str]) -> O:
-    """With --resume: what was not typed is as it was in the run that is resumed."""
+def resumed(given: O, typed: Set[str], *strategies: str) -> O:
+    """With --resume: what was not typed is as it was in the run that is resumed; the layout, if
+    that was a run of one of `strategies`."""
     if not given.resume:
         return given
-    mine = {*shown(type(given))} - typed
-    if {"n_epochs", "num_batches"} & typed:
-        mine -= {"n_epochs", "num_batches"}
-    return replace(given, **options_of_checkpoint(given.workdir, mine))
+    saved = options_of_checkpoint(given.workdir, strategies, typed)
+    return replace(given, **{name: saved[name] for name in shown(type(given)) if name in saved})
 
 
 def settled_ranks(args: O, usual: int = 2) -> O:

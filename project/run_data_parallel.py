@@ -62,7 +62,7 @@ def parse_data_parallel(
 ) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(DataParallelOptions, description, argv)
-    args = rules.settled_ranks(rules.resumed(given, typed))
+    args = rules.settled_ranks(rules.resumed(given, typed, "ddp"))
     args = rules.settled(replace(args, strategy="ddp", dp=args.world_size, pp=1, tp=1))
     rules.require(given, rules.only_some(given, typed, args))
     rules.require(args, rules.rules(args, args.world_size))

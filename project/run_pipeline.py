@@ -48,11 +48,13 @@ from training.tasks.sequences import FILES
 from training.tasks.translation import TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
+MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
+
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(PipelineOptions, description, argv)
-    args = rules.resumed(given, typed)
+    args = rules.resumed(given, typed, *MODES)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))

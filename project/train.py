@@ -103,7 +103,7 @@ AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(TrainOptions, description, argv)
-    args = rules.resumed(settled_axes(given), typed)
+    args = rules.resumed(settled_axes(given), typed, given.strategy)
     rules.require(given, rules.only_some(given, typed, args))
     args = rules.settled(settled_strategy(args))
     rules.require(args, train_rules.of_strategy(args))

@@ -29,13 +29,12 @@ from training.options import Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
-from .launch.errors import RunError, UserError, counted, torchrun
+from .launch.errors import RunError, UserError, counted, torchrun, torchrun_world_size
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
 
-# Options that decide *what* is computed: a resumed run must have the same. All others say how long
-# to train, where to write, and which devices compute the same thing in which order.
+# Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
     "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
     "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
@@ -43,6 +42,17 @@ DECIDE = {
     "precision", "comm_dtype", "seed", "max_batches",
 }  # fmt: skip
 LENGTH = {"n_epochs", "num_batches"}
+# In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
+LAYOUT = {
+    "world_size", "dp", "pp", "tp", "zero", "sequence_parallel", "schedule", "chunks", "balance",
+    "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "model_parallel_mode",
+    "num_devices", "pipeline",
+}  # fmt: skip
+# Of one computer, or of one start. A resume takes none of these.
+OF_ONE_START = {
+    "resume", "workdir", "device", "cores_per_rank", "master_port", "compile", "timeline",
+    "profile", "pytest", "check_weights", "check_output",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,12 +75,24 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def options_of_checkpoint(workdir: Path, names: Set[str]) -> dict[str, Any]:
-    """The options `names` of the run whose newest intact checkpoint is in the workdir, as far as
-    they decide what is computed or how long; empty if there is none on this host."""
+def options_of_checkpoint(
+    workdir: Path, strategies: Sequence[str], typed: Set[str]
+) -> dict[str, Any]:
+    """What a resume takes of the options of the run whose newest intact checkpoint is in the
+    workdir: those that were not `typed`. It takes the layout if that run had one of `strategies`,
+    none of the layout was typed, and torchrun does not decide how many ranks there are. Empty if
+    there is no checkpoint on this host."""
     checkpoint, _ = newest(workdir / CHECKPOINTS)
-    saved = checkpoint.state["options"] if checkpoint else {}
-    return {k: v for k, v in saved.items() if k in names & (DECIDE | LENGTH)}
+    if checkpoint is None:
+        return {}
+    saved: dict[str, Any] = checkpoint.state["options"]
+    left = OF_ONE_START | typed
+    if LENGTH & typed:
+        left |= LENGTH
+    other = saved["strategy"] not in strategies or torchrun_world_size() is not None
+    if other or LAYOUT & typed:
+        left |= LAYOUT
+    return {name: value for name, value in saved.items() if name not in left}
 
 
 def find_resume(args: Options, fingerprint: str) -> Resume:

@@ -19,6 +19,7 @@ from tests.project.programs import (
     VGG,
     assert_same_run,
     names_in,
+    parse,
     read_json,
     run,
     summary,
@@ -114,15 +115,43 @@ def test_any_program_resumes_what_any_other_has_saved(
     assert_same_run("work", one.workdir)
 
 
-def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
-    """Model, data, batch, dropout and length of the run, though programs have other defaults."""
-    run(f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1", ranks, stop_at=5)
+def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, data, batch, dropout and length of the run, though programs have other defaults; the
+    layout, for the same strategy."""
+    line = f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1 --save_every 4 --world_size 1 "
+    run(line + "--gradient_sync flat --timeout 9", stop_at=5)
+    resumed = "--resume --workdir work "
+
+    def taken(typed: str) -> tuple[Any, ...]:
+        args = parse(f"{typed} {resumed}")
+        return args.save_every, args.timeout, args.world_size, args.gradient_sync
+
+    assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
+    assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
+    assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
+    assert taken("train fsdp")[:3] == (4, 9.0, 2)
+    with monkeypatch.context() as patch:
+        for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}.items():
+            patch.setenv(name, value)
+        assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
     with pytest.raises(UserError, match=r"^--dropout 0.2 with --resume: "):
         run("train single --resume --dropout 0.2")
+
+
+def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
+    """By the program of threads alone, which has a device for each stage."""
+    run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
+    args = parse("run_pipeline --resume --workdir work")
+    assert (args.strategy, args.num_devices, args.schedule) == (
+        "pipeline_parallel", 2, "interleaved",
+    )  # fmt: skip
+    assert (args.chunks, args.num_microbatches) == (2, 3)
+    args = parse("train pipeline --resume --workdir work")
+    assert (args.schedule, args.chunks, args.num_microbatches) == ("1f1b", 1, None)
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:
