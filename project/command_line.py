@@ -119,8 +119,9 @@ class Parser(argparse.ArgumentParser):
 
     def _known(self) -> list[str]:
         """All options, also of commands."""
-        commands = (action.choices for action in self._actions if isinstance(action.choices, dict))
-        inner = [
-            option for each in commands for parser in each.values() for option in parser._known()
-        ]
-        return [*self._option_string_actions, *inner]
+        every = [*self._option_string_actions]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    every += parser._known()
+        return every
