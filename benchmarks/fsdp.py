@@ -28,8 +28,8 @@ from data_parallel.zero1 import ShardedOptimizer
 from runtime.ranks import Ranks
 from tests.ranks import sharing
 from training.launch.launch import launch
-from training.launch.memory import state_bytes
 from training.launch.world import World
+from training.layouts.layout import state_bytes
 from training.options import Options
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 

@@ -55,8 +55,8 @@ from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
-from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
+from training.layouts.setup import Setup
 from training.optimization import Optimizers, Recipe
 from training.options import Options
 from training.tasks.language import LanguageTask

@@ -36,8 +36,8 @@ from project.figures.steps import bubbles, in_step, steps_of
 from runtime.ranks import Ranks
 from tests.ranks import sharing
 from training.launch.launch import launch
-from training.launch.memory import state_bytes
 from training.launch.world import World
+from training.layouts.layout import state_bytes
 from training.options import Options
 from training.timeline import Timeline
 

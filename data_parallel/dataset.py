@@ -24,12 +24,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+from runtime.even import even_sizes
 
 FEW = 1_000_000  # examples that Python may shuffle: a microsecond and 40 bytes each
 
@@ -50,9 +52,8 @@ def shuffled_indices(n: int, seed: int) -> Sequence[int]:
 def even_slices(n: int, parts: int) -> list[slice]:
     """n examples cut into `parts` consecutive parts whose sizes differ by at most one, the larger
     first. With fewer examples than parts, one part per example."""
-    parts = min(parts, n)  # 0 for no examples
-    size, larger = divmod(n, parts or 1)  # the first `larger` parts have one more
-    return [slice(a, b) for a, b in pairwise(i * size + min(i, larger) for i in range(parts + 1))]
+    edges = accumulate(even_sizes(n, min(parts, n)) if n else [], initial=0)
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 class Partition(Dataset[Any]):

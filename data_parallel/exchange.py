@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.ranks import all_gather, reduce_scatter, start_comparison
+from runtime.ranks import all_gather, start_comparison, start_reduce_scatter
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
 from runtime.waits import where_hosts_meet
 
@@ -109,26 +109,19 @@ class Exchange:
     def start_reduce(self, reductions: list[Reduction]) -> Wait:
         """Sums gradients over the ranks, all units of a layer at once. The previous reduction must
         be finished."""
-        by_parts = dist.get_backend(self.group) == "gloo"
-        started = []  # the work, and what it receives, of each reduction
-        for _, whole, target, accumulate, _ in reductions:
-            if by_parts:
-                received, exchange = torch.empty_like(whole), dist.all_to_all_single  # by rank
-            else:
-                received = torch.empty_like(target) if accumulate else target  # the sum
-                exchange = reduce_scatter
-            work = exchange(received, whole, group=self.group, async_op=True)
-            started.append((work, received))
+        started = [
+            start_reduce_scatter(r.whole, self.group, None if r.accumulate else r.target)
+            for r in reductions
+        ]
 
         def finish() -> None:
-            for (work, received), (unit, _, target, accumulate, lent) in zip(
-                started, reductions, strict=True
-            ):
+            for (work, terms), reduction in zip(started, reductions, strict=True):
                 work.wait()
-                if received is not target and unit.numel:  # all its weights may be empty
-                    parts = list(received.view(-1, unit.shard_numel))  # W to add up, or the sum
-                    sum_into(parts, [target], accumulate=accumulate)
-                self.gradients.give(lent)  # sent: nobody needs it any more
+                if (
+                    terms[0] is not reduction.target and reduction.unit.numel
+                ):  # weights may be empty
+                    sum_into(terms, [reduction.target], accumulate=reduction.accumulate)
+                self.gradients.give(reduction.lent)  # sent: nobody needs it any more
 
         return finish
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from runtime.even import even_sizes
 from runtime.guards import hidden_type
 
 
@@ -53,8 +54,7 @@ def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
     """``num_microbatches`` sizes that differ by at most one; fewer if the batch is smaller."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. 4")
-    m = max(1, min(num_microbatches, batch))
-    return [batch // m + (i < batch % m) for i in range(m)]  # the first ones are larger
+    return even_sizes(batch, max(1, min(num_microbatches, batch)))
 
 
 def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:

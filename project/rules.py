@@ -165,8 +165,3 @@ def of_model(args: Options) -> Iterator[Row]:
          "project/train.py ddp also takes pretrained weights"),
     ]  # fmt: skip
     gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
-
-
-def visible(gpus: int) -> str:
-    """How many GPUs there are, in words."""
-    return f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible"

@@ -108,7 +108,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
     n, gpus = args.num_devices, torch.cuda.device_count()
     on_cpu = choose_device(args.device, 0, 1).type == "cpu"
     yield (
-        "num_devices device", on_cpu or n <= max(1, gpus), rules.visible(gpus),
+        "num_devices device", on_cpu or n <= max(1, gpus), stage_rules.visible(gpus),
         f"--num_devices {max(1, gpus)}, or --device cpu, works",
     )  # fmt: skip
     yield from rules.rules(args, 1)

@@ -54,3 +54,8 @@ def schedule_in_words(args: Options, model: LaidOutModel) -> str:
     """Of several stages, for the first line of a run."""
     chunks = f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
     return f", schedule {model.schedule}{chunks}"
+
+
+def visible(gpus: int) -> str:
+    """How many GPUs there are, in words."""
+    return f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible"

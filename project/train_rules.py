@@ -144,7 +144,8 @@ def of_gpus(args: Options) -> list[Row]:
     fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
     return [
         ("strategy world_size device", not on_gpu or here <= gpus,
-         f"{rules.visible(gpus)}, and every rank needs one", f"{fewer}, or --device cpu, works"),
+         f"{stage_rules.visible(gpus)}, and every rank needs one",
+         f"{fewer}, or --device cpu, works"),
     ]  # fmt: skip
 
 

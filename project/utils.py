@@ -31,7 +31,8 @@ from training.launch.errors import (
 )
 from training.launch.notice import Ended
 from training.launch.world import World, quiet_libraries
-from training.layouts.layout import LaidOutModel, Setup
+from training.layouts.layout import LaidOutModel
+from training.layouts.setup import Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
 from training.results import Results

@@ -117,13 +117,8 @@ class Ranks:
             return dist.all_reduce(total, **options).wait, lambda: total.to(x.dtype)
         if kind == "reduce_scatter":
             parts = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # by rank, along dim 0
-            if dist.get_backend(self.group) == "gloo":  # its own sends as much as an all-reduce
-                got = torch.empty_like(parts)  # by rank, too
-                work = dist.all_to_all_single(got, parts, **options)
-                return work.wait, lambda: add_up(got.chunk(self.size)).to(x.dtype)
-            mine = torch.empty_like(self.part_of(x, dim), dtype=parts.dtype,
-                                    memory_format=torch.contiguous_format)  # fmt: skip
-            return reduce_scatter(mine, parts, **options).wait, lambda: mine.to(x.dtype)
+            work, terms = start_reduce_scatter(parts, self.group)
+            return work.wait, lambda: add_up(terms).to(x.dtype)
         whole = x.new_empty(self.size, *x.shape)  # by rank
         work = all_gather(whole.flatten(0, 1), x.contiguous(), **options)
         return work.wait, lambda: torch.cat(whole.unbind(), dim)
@@ -170,6 +165,31 @@ class Ranks:
         return wait, result
 
 
+def start_reduce_scatter(
+    whole: Tensor, group: dist.ProcessGroup | None, mine: Tensor | None = None
+) -> tuple[Any, list[Tensor]]:
+    """Begins to sum all ranks' `whole`, of which each rank gets a part along the first dimension.
+
+    Gloo's own is an all-reduce that throws most of the result away. There the ranks exchange their
+    parts, and each adds up what it gets.
+
+    Args:
+        mine: memory for this rank's part of the sum, where the group sums.
+
+    Returns:
+        What to wait for; and then the terms of this rank's part: of gloo one of each rank, else the
+        sum alone, in `mine` if it is given.
+    """
+    size = dist.get_world_size(group)
+    if dist.get_backend(group) == "gloo":
+        terms = torch.empty_like(whole)  # by rank
+        work = dist.all_to_all_single(terms, whole, group=group, async_op=True)
+        return work, list(terms.chunk(size))
+    if mine is None:
+        mine = whole.new_empty(whole.size(0) // size, *whole.shape[1:])
+    return dist.reduce_scatter_single(mine, whole, group=group, async_op=True), [mine]
+
+
 def start_comparison(
     number: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[], bool]:
@@ -185,6 +205,4 @@ def start_comparison(
     return agreed
 
 
-# torch 2.13 warns about their older names.
-all_gather: Any = dist.all_gather_single
-reduce_scatter: Any = dist.reduce_scatter_single
+all_gather: Any = dist.all_gather_single  # torch 2.13 warns about its older name

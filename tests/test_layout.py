@@ -108,6 +108,12 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
+def test_the_interface_of_a_layout_brings_in_nothing_of_training() -> None:
+    """When it runs: what it imports for its types alone is indented."""
+    imports = [n for n in TREES[ROOT / "training/layouts/layout.py"].body if hasattr(n, "names")]
+    assert imports and not any("training" in ast.unparse(n) for n in imports)
+
+
 def test_no_two_files_import_each_other() -> None:
     assert [said(path) for path in FILES if path in brought_in(path)] == []
 

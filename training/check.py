@@ -47,7 +47,8 @@ from training.progress import moving
 from training.weights import weights_of
 
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Setup
+from .layouts.layout import LaidOutModel
+from .layouts.setup import Setup
 from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0

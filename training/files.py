@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,15 +39,6 @@ def show(text: str) -> None:
             print(text, flush=True)
         except BrokenPipeError:
             raise RunError("standard output: its reader has ended, and so does the run") from None
-
-
-def hash_of(path: Path) -> str:
-    """Of a file's bytes. (Python 3.10 has no `hashlib.file_digest`.)"""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -36,7 +36,8 @@ from training.timeline import Timeline
 from .launch import notice
 from .launch.errors import RunError
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Setup
+from .layouts.layout import LaidOutModel
+from .layouts.setup import Setup
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, TrainingTask
 

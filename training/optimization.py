@@ -19,7 +19,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,13 +32,11 @@ from training.options import Options
 
 from .launch.errors import RunError
 from .launch.world import World
+from .layouts.layout import OnWorkers
 from .tasks.task import to_device
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
-
-OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
-"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 
 
 @dataclass(frozen=True)

@@ -320,12 +320,11 @@ ONLY = (
     Only("zero", "fsdp or 3d"),
     Only("compile", "single or ddp"),  # nothing watches the operators of a layer
     Only("schedule chunks balance", "a run with stages",
-         lambda args: args.strategy != "3d" or args.pp > 1, "--pp 2 works"),
-    Only("sequence_parallel", "a run whose matrices are cut",
-         lambda args: args.tp > 1, "--tp 2 works"),
+         lambda o: o.strategy != "3d" or o.pp > 1, "--pp 2 works"),
+    Only("sequence_parallel", "a run whose matrices are cut", lambda o: o.tp > 1, "--tp 2 works"),
     Only("bucket_mb comm_dtype", "--gradient_sync overlap",
-         lambda args: args.gradient_sync == "overlap"),
-    Only("momentum", "--optimizer sgd", lambda args: args.optimizer == "sgd"),
-    Only("vgg_width", "--model vgg16", lambda args: args.model == "vgg16"),
-    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda args: args.model != "vgg16"),
+         lambda o: o.gradient_sync == "overlap"),
+    Only("momentum", "--optimizer sgd", lambda o: o.optimizer == "sgd"),
+    Only("vgg_width", "--model vgg16", lambda o: o.model == "vgg16"),
+    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda o: o.model != "vgg16"),
 )  # fmt: skip

@@ -83,13 +83,11 @@ def options_of_checkpoint(
     none of the layout was typed, and torchrun does not decide how many ranks there are. Empty if
     there is no checkpoint on this host."""
     checkpoint, _ = newest(workdir / CHECKPOINTS)
-    if checkpoint is None:
-        return {}
-    saved: dict[str, Any] = checkpoint.state["options"]
+    saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
     left = OF_ONE_START | typed
     if LENGTH & typed:
         left |= LENGTH
-    other = saved["strategy"] not in strategies or torchrun_world_size() is not None
+    other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
     if other or LAYOUT & typed:
         left |= LAYOUT
     return {name: value for name, value in saved.items() if name not in left}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,11 +137,9 @@ class Timeline:
             self.after_step()
         self.recording = False
 
-    @contextmanager
-    def span(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
-        """Records what happens in the `with`."""
-        with acting(self, kind, stage, microbatch, device=self.world.device):
-            yield
+    def span(self, kind: str, microbatch: int = -1) -> _GeneratorContextManager[None]:
+        """Records what happens in the `with`, or in the decorated function."""
+        return acting(self, kind, -1, microbatch, device=self.world.device)
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on any thread and on the device of its parameters."""

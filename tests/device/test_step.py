@@ -25,8 +25,9 @@ from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
 from training.launch.distributed import make_world
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel, Setup
+from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
+from training.layouts.setup import Setup
 from training.layouts.threads import StagesInThreads
 from training.loop import train
 from training.optimization import Optimizers, Recipe

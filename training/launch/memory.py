@@ -1,14 +1,12 @@
-"""How much memory a process and its tensors take."""
+"""How much memory a process takes."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 
 def keep_freed_memory() -> None:
@@ -31,16 +29,3 @@ def peak_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def state_bytes(
-    parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> dict[str, int]:
-    """Bytes of `parameters`, `gradients` and `optimizer` state."""
-    ps = list(parameters)
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return {
-        "parameters": sum(p.nbytes for p in ps),
-        "gradients": sum(p.grad.nbytes for p in ps if p.grad is not None),
-        "optimizer": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
-    }

@@ -20,68 +20,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from runtime.waits import limit_waits
-from training.launch.memory import state_bytes
-from training.optimization import OnWorkers
-from training.options import Options
-from training.tasks.cache import Cache
-from training.tasks.task import Step, TrainingTask
-from training.timeline import OFF, Timeline
 
+if TYPE_CHECKING:  # an interface brings in nothing of training
+    from training.tasks.cache import Cache
+    from training.tasks.task import Step, TrainingTask
 
-@dataclass(frozen=True)
-class Setup:
-    """What a layout is made by, beside the task and the ranks.
-
-    Attributes:
-        args: the options of the run; a layout reads those that it has.
-        cut: the layers per stage of a checkpoint, which then need not be measured.
-    """
-
-    args: Options
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    timeline: Timeline = OFF
-    cut: Sequence[int] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, gradients and optimizer state."""
-        return torch.float64 if self.args.precision == "fp64" else torch.float32
-
-    def optimizer(
-        self, parameters: Iterable[nn.Parameter], stage: int = -1
-    ) -> torch.optim.Optimizer:
-        """An optimizer whose steps the timeline records."""
-        made = self.make_optimizer(parameters)
-        self.timeline.watch(made, stage)
-        return made
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        if self.args.precision != "bf16":
-            return nullcontext()  # others compute in the type of the weights
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-
-    def notes(self, device: torch.device) -> list[str]:
-        """A warning about the precision on this machine, or nothing."""
-        if self.args.precision != "bf16" or device.type != "cpu":
-            return []
-        cpu = torch.cpu.get_capabilities()
-        if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
-            return []  # fast, or unknown
-        return [
-            "--precision bf16: this CPU has no instructions for it (avx512_bf16 or amx_bf16) and "
-            "computes it several times slower than fp32"
-        ]
+OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
+"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +53,19 @@ class Piece:
 def whole(name: str, tensor: Tensor) -> Piece:
     """A whole tensor as one piece."""
     return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+
+def state_bytes(
+    parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> dict[str, int]:
+    """Bytes of `parameters`, `gradients` and `optimizer` state."""
+    ps = list(parameters)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": sum(p.nbytes for p in ps),
+        "gradients": sum(p.grad.nbytes for p in ps if p.grad is not None),
+        "optimizer": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
+    }
 
 
 class LaidOutModel(ABC):

@@ -15,11 +15,12 @@ from torch import nn
 
 from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs
+from runtime.even import even_sizes
 from runtime.meta import materialize, names_of
 from training.launch.world import World
 from training.tasks.task import TrainingTask
 
-from .layout import Setup
+from .setup import Setup
 
 
 def stage_sizes(
@@ -64,8 +65,7 @@ def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list
 
 def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
     """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
-    part, more = divmod(total, num_stages)
-    uniform = ",".join(str(part + (s < more)) for s in range(num_stages))  # the first get more
+    uniform = ",".join(map(str, even_sizes(total, num_stages)))
     try:
         sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
     except ValueError:

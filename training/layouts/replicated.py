@@ -25,7 +25,8 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import LaidOutModel, Setup
+from .layout import LaidOutModel
+from .setup import Setup
 
 
 class Recomputed(nn.Sequential):

@@ -18,7 +18,8 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Piece, Setup
+from .layout import Piece
+from .setup import Setup
 from .tensor import MeshLayout, everyone
 
 

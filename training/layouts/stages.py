@@ -16,14 +16,14 @@ from pipeline.schedules.catalogue import places
 from runtime.mesh import Mesh
 from runtime.ranks import Ranks
 from runtime.recompute import mode_of
-from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Piece, Setup, whole
+from .layout import Piece, state_bytes, whole
 from .measure import cut_in_words, stage_sizes
+from .setup import Setup
 from .tensor import MeshLayout, everyone
 
 

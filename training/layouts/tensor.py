@@ -37,7 +37,8 @@ from training.launch.world import World
 from training.tasks.generation import greedy
 from training.tasks.task import TrainingTask
 
-from .layout import LaidOutModel, Piece, Setup
+from .layout import LaidOutModel, Piece
+from .setup import Setup
 
 
 class CutTask:

@@ -28,8 +28,9 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import LaidOutModel, Setup
+from .layout import LaidOutModel
 from .measure import cut_in_words, split_by, stage_sizes
+from .setup import Setup
 
 
 class _InOneProcess(LaidOutModel):

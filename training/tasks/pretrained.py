@@ -19,12 +19,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from training.files import hash_of
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, generator_for
 from .language import LanguageTask
 from .sequences import SequenceTask
+from .stored import hash_of
 from .translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from training.files import hash_of
 from training.progress import moving
 
 from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
@@ -79,6 +78,15 @@ class StoredRows(Sequence[Any]):
         numbers = self.numbers
         which = repr(numbers) if isinstance(numbers, range) else numbers.tobytes().hex()
         return hashlib.sha256((_content(self.folder) + which).encode()).hexdigest()
+
+
+def hash_of(path: Path) -> str:
+    """Of a file's bytes. (Python 3.10 has no `hashlib.file_digest`.)"""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 @lru_cache
