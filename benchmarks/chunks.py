@@ -40,7 +40,7 @@ from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, sq
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
-from pipeline.schedules.catalogue import places
+from pipeline.schedules.catalogue import ranks_of_stages
 from project.figures.compared import compare
 from training.launch.launch import launch
 from training.launch.world import World
@@ -74,10 +74,10 @@ class _Bench:
         use_cores(self.own)
         self.pipes = {}
         for name in OURS:
-            ranks = places(name, K)
+            ranks = ranks_of_stages(name, K)
             sizes = [BLOCKS // len(ranks)] * len(ranks)
             self.pipes[name] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
-        ranks, sizes = places("zbv", K), [1] * BLOCKS
+        ranks, sizes = ranks_of_stages("zbv", K), [1] * BLOCKS
         placed, _ = place_layers(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
         use_cores(self.cores)
         self.threads = Pipe(placed, BATCH, sizes=sizes)
@@ -137,7 +137,7 @@ class _Bench:
 
     def _torch(self, name: str, m: int) -> Callable[[], None]:
         placed, kind = TORCH[name]
-        ranks, rank, every = places(placed, K), self.world.rank, make_blocks()
+        ranks, rank, every = ranks_of_stages(placed, K), self.world.rank, make_blocks()
         blocks, size = {k: every[k] for k in self._mine(ranks)}, BLOCKS // len(ranks)
         stages: list[Any] = [
             PipelineStage(every[s * size : (s + 1) * size], s, len(ranks), torch.device("cpu"))
@@ -167,7 +167,7 @@ class _Bench:
         itself."""
         events: Recorded = []
         pipe: Any = self.threads if threads else self.pipes[name]
-        ranks = places(name, K)
+        ranks = ranks_of_stages(name, K)
         pipe.recorder = lambda *event: events.append(event)
         if not threads or self.world.is_main:
             use_cores(self.cores if threads else self.own)

@@ -72,7 +72,7 @@ from training.seeds import stream
 from training.tasks.cache import Cache
 from training.tasks.generation import continue_all
 from training.tasks.sampling import SamplingCache
-from training.trained import Trained, Whole, load_trained
+from training.trained import SamplingDecoder, Trained, load_trained
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:
@@ -119,9 +119,9 @@ def continuations(
         lengths, longest = [len(prompts[i]) for i in batch], max(most[i] for i in batch)
         return SamplingCache(lengths, [seeds[i] for i in batch], longest, device)
 
+    decoder = SamplingDecoder(trained.model, args.temperature, args.top_k)
     rows = continue_all(
-        Whole(trained.model, args.temperature, args.top_k), prompts, most, stop, len(tokenizer),
-        device, args.batch_size, "Generating", sampling if args.temperature else None,
+        decoder, prompts, most, stop, len(tokenizer), device, args.batch_size, "Generating", sampling if args.temperature else None,
     )  # fmt: skip
     found = []
     for i, row in enumerate(rows):

@@ -35,11 +35,11 @@ SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the s
 STEPS_RECORDED = 20
 LEAST_VOCABULARY = 256 + 3  # bytes and special tokens
 
-Row = tuple[str, bool, str, str]
+Rule = tuple[str, bool, str, str]
 """The options' names, whether they fulfil the rule, the rule, what works instead."""
 
 
-def require(args: Options, rows: Iterable[Row]) -> None:
+def require(args: Options, rows: Iterable[Rule]) -> None:
     """Raises UserError for the first row that is not fulfilled."""
     for names, fulfilled, rule, instead in rows:
         if not fulfilled:
@@ -47,7 +47,7 @@ def require(args: Options, rows: Iterable[Row]) -> None:
             raise UserError(f"{words}: {rule}; {instead}")
 
 
-def only_some(given: Options, typed: Set[str], args: Options) -> Iterator[Row]:
+def only_some(given: Options, typed: Set[str], args: Options) -> Iterator[Rule]:
     """The table ONLY, of what was `given`. What was not typed, or has its default,
     is no mistake. `args` have the axes, and what a resume takes from its checkpoint."""
     defaults = {field.name: field.default for field in fields(given)}
@@ -90,7 +90,7 @@ def settled(args: O) -> O:
     return replace(args, **new)
 
 
-def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]:
+def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule]:
     """Of every program. The batch is dealt out in `parts`, whose number the option `dealt` sets."""
     cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
     kind = choose_device(args.device, 0, args.world_size).type
@@ -123,7 +123,7 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
         yield warmup(args, 0)
 
 
-def of_compile(on_gpu: bool) -> Row:
+def of_compile(on_gpu: bool) -> Rule:
     """What torch.compile needs on this machine. On a GPU triton has a C compiler build what
     launches its kernels, which a container for running programs may lack."""
     needs, there = "a C++ compiler", shutil.which(os.environ.get("CXX", "g++"))
@@ -134,7 +134,7 @@ def of_compile(on_gpu: bool) -> Row:
     return "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
 
 
-def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:
+def of_recompute(args: Options, one_at_a_time: bool) -> list[Rule]:
     """`one_at_a_time`: the backward of each micro-batch comes before the forward of the next."""
     alone = one_at_a_time or args.num_microbatches == 1
     return [
@@ -144,7 +144,7 @@ def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def warmup(args: Options, num_examples: int) -> Row:
+def warmup(args: Options, num_examples: int) -> Rule:
     """The warm-up must end before the run does."""
     steps = args.num_batches or args.n_epochs * steps_of_epoch(args, num_examples)
     return (
@@ -154,7 +154,7 @@ def warmup(args: Options, num_examples: int) -> Row:
     )  # fmt: skip
 
 
-def of_model(args: Options) -> Iterator[Row]:
+def of_model(args: Options) -> Iterator[Rule]:
     """A GPT-2 that can be built from scratch."""
     yield from [
         ("vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,

@@ -48,13 +48,13 @@ from training.tasks.sequences import FILES
 from training.tasks.translation import TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
-MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
+THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(PipelineOptions, description, argv)
-    args = rules.resumed(given, typed, *MODES)
+    args = rules.resumed(given, typed, *THREAD_MODES)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
@@ -77,7 +77,7 @@ def decided(args: PipelineOptions) -> dict[str, Any]:
     return found
 
 
-def only_for_modes(args: PipelineOptions) -> Iterator[rules.Row]:
+def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
     """What a mode decides may be typed, but no other value."""
     started = torchrun_world_size() or 1
     yield (
@@ -103,7 +103,7 @@ def settled_stages(args: PipelineOptions) -> PipelineOptions:
     return replace(args, **{**usual, **typed, **decided(args)})
 
 
-def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
+def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     """The rules of a run whose options are settled."""
     n, gpus = args.num_devices, torch.cuda.device_count()
     on_cpu = choose_device(args.device, 0, 1).type == "cpu"

@@ -12,7 +12,7 @@ from training.layouts.measure import split_by
 from training.options import Options
 
 from .parser import O
-from .rules import Row
+from .rules import Rule
 
 
 def settled_chunks(args: O) -> O:
@@ -25,7 +25,7 @@ def settled_chunks(args: O) -> O:
 
 def of_stages(
     args: Options, option: str, n: int, blocks: int | None, layers: int = 0
-) -> Iterator[Row]:
+) -> Iterator[Rule]:
     """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
     sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
     if blocks is None:

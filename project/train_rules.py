@@ -17,7 +17,7 @@ from training.tasks.vgg import VGG
 from training.trackers import trackers_of
 
 from . import rules, stage_rules
-from .rules import Row
+from .rules import Rule
 
 VGG_LAYERS = 16
 
@@ -27,7 +27,7 @@ def option_of(args: Options, axis: str) -> str:
     return axis if args.strategy == "3d" else "world_size"
 
 
-def of_strategy(args: Options) -> Iterator[Row]:
+def of_strategy(args: Options) -> Iterator[Rule]:
     """What a strategy and its options ask of each other, and the rules of its parts."""
     strategy, vgg = args.strategy, args.model == VGG
     ranks, zero = args.dp * args.pp * args.tp, args.zero if strategy == "3d" else None
@@ -85,7 +85,7 @@ def of_strategy(args: Options) -> Iterator[Row]:
         yield from of_gpus(args)
 
 
-def of_tensor(args: Options) -> Iterator[Row]:
+def of_tensor(args: Options) -> Iterator[Rule]:
     """GPT-2's matrices are cut evenly."""
     option, heads = option_of(args, "tp"), size_of_model(args, "n_head")
     divisors = degrees(heads, args.vocab_size or 256)
@@ -100,7 +100,7 @@ def of_tensor(args: Options) -> Iterator[Row]:
     ]  # fmt: skip
 
 
-def of_pictures(args: Options, num_pictures: int) -> list[Row]:
+def of_pictures(args: Options, num_pictures: int) -> list[Rule]:
     """`num_pictures`: of the smaller split."""
     option = option_of(args, "dp")
     return [
@@ -110,7 +110,7 @@ def of_pictures(args: Options, num_pictures: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def of_plain_text(args: Options) -> list[Row]:
+def of_plain_text(args: Options) -> list[Rule]:
     """Plain text has no pairs, and needs a length that leaves a task."""
     pairs = "it is for pairs of sentences, and this is plain text"
     return [
@@ -122,7 +122,7 @@ def of_plain_text(args: Options) -> list[Row]:
     ]  # fmt: skip
 
 
-def of_gpt2(args: Options) -> Iterator[Row]:
+def of_gpt2(args: Options) -> Iterator[Rule]:
     """A GPT-2 from scratch, or pretrained. Also raises what its weights say."""
     if args.model in PRESETS:
         yield from rules.of_model(args)
@@ -135,7 +135,7 @@ def of_gpt2(args: Options) -> Iterator[Row]:
     check_pretrained(args.model, args.model_max_length)
 
 
-def of_gpus(args: Options) -> list[Row]:
+def of_gpus(args: Options) -> list[Rule]:
     """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
     GPU, but neither send nor gather them."""
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine

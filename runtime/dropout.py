@@ -5,10 +5,10 @@ draws, and on the heads or positions it holds. Two layouts then train with diffe
 their losses cannot be compared.
 
 Idea. Do not draw: hash. Whether an activation is kept is a function of the example's key, of the
-place in the model, and of the activation's coordinates (head, position, channel). A rank with some
+site in the model, and of the activation's coordinates (head, position, channel). A rank with some
 of the heads or positions computes exactly its part of one process's mask.
 
-    row    = hash(key of the example, place, head, position)     one number per row
+    row    = hash(key of the example, site, head, position)     one number per row
     kept   = hash(row + hash(channel)) >= p * 2^32               one per activation
 
 Cost: six passes over 32-bit integers. For 384 positions of width 256 on one core 0.4 ms, where
@@ -16,8 +16,8 @@ torch's own dropout takes 1.0 to 1.5 ms; autograd keeps one byte per activation.
 
 On a GPU each pass is a kernel, and fused attention takes no mask. There torch's own kernels draw,
 from a generator seeded before each draw: by one number for all examples of the micro-batch, by the
-place, and by the first head or position that this rank holds. Masks are then equal wherever the
-micro-batch is, the place, and what the rank holds: in one process and in stages, for the residual
+site, and by the first head or position that this rank holds. Masks are then equal wherever the
+micro-batch is, the site, and what the rank holds: in one process and in stages, for the residual
 stream also over tensor-parallel ranks. A batch that is cut otherwise has other masks.
 
 Shapes: B examples, T positions, C channels, H heads. The mixing constants are from Chris Wellons,
@@ -40,7 +40,7 @@ from runtime.seeded_draws import drawing, mixed
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
 
-def place(name: str) -> int:
+def site_of(name: str) -> int:
     """The number of a dropout in the model, from its name, e.g. "h.3.attn"."""
     return zlib.crc32(name.encode())
 
@@ -55,7 +55,7 @@ def dropout(x: Tensor, p: float, keys: Keys, where: int, first: int = 0) -> Tens
 
     Args:
         x: [B, T, C], or [B, H, T, C].
-        where: the `place` of this dropout.
+        where: the `site_of` this dropout.
         first: the index in the whole tensor of the first position or head, along dimension 1.
     """
     if p == 0:

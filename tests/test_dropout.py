@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.dropout import attention, dropout, place
+from runtime.dropout import attention, dropout, site_of
 
 KEYS = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(0))
 T = 32  # positions
@@ -15,12 +15,12 @@ T = 32  # positions
 
 def mask(keys: Tensor = KEYS, where: str = "drop", first: int = 0, end: int = T) -> Tensor:
     ones = torch.ones(len(keys), end - first, 128)
-    return dropout(ones, 0.1, keys, place(where), first) == 0
+    return dropout(ones, 0.1, keys, site_of(where), first) == 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.9])
 def test_the_share_that_is_dropped(p: float) -> None:
-    left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, place("drop"))
+    left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, site_of("drop"))
     dropped = (left == 0).double()
     assert left.unique().tolist() == pytest.approx([0, 3 / (1 - p)])  # so that the mean stays
     for dims in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # of all, by example, position, channel

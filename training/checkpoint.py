@@ -51,7 +51,7 @@ from training.files import json_text, writing
 
 from .launch.errors import UserError
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Piece, whole
+from .layouts.layout import LaidOutModel, Piece, whole_piece
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
 
@@ -85,7 +85,7 @@ def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[
     for slot, value in slots.items():
         held = model.pieces(p, value if value.dim() else p.detach())
         if not value.dim():  # a flat buffer's number is saved for each parameter in it
-            held = [whole(name, value) for name in sorted({piece.name for piece in held})]
+            held = [whole_piece(name, value) for name in sorted({piece.name for piece in held})]
         found += _named(f"optimizer.{slot}", held)
     return found
 

@@ -43,7 +43,7 @@ DECIDE = {
 }  # fmt: skip
 LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
-LAYOUT = {
+OF_LAYOUT = {
     "world_size", "dp", "pp", "tp", "zero", "sequence_parallel", "schedule", "chunks", "balance",
     "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "model_parallel_mode",
     "num_devices", "pipeline",
@@ -88,8 +88,8 @@ def options_of_checkpoint(
     if LENGTH & typed:
         left |= LENGTH
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
-    if other or LAYOUT & typed:
-        left |= LAYOUT
+    if other or OF_LAYOUT & typed:
+        left |= OF_LAYOUT
     return {name: value for name, value in saved.items() if name not in left}
 
 

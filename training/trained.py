@@ -57,7 +57,7 @@ class Trained:
         return next((t for t in ends if t != tokenizer.eos_token), None)
 
 
-class Whole:
+class SamplingDecoder:
     """A model in this process that continues sentences; see `training.tasks.generation.Decoder`.
 
     Args:

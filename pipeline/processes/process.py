@@ -68,7 +68,7 @@ class ProcessPipe:
     Args:
         layers: all layers, on every rank; other ranks' are best on the meta device.
         sizes: layers per stage; a nested Sequential counts as one layer.
-        ranks: the rank of each stage, from `catalogue.places`; by default stage s is on rank s.
+        ranks: of each stage, from `catalogue.ranks_of_stages`; by default stage s is on rank s.
         device: of this rank.
         group: the ranks; by default all.
         messages: groups of these ranks, from a `Mesh` or `message_groups`; by default they are

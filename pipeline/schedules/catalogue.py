@@ -80,7 +80,7 @@ def find(name: str, chunks: int | None = None) -> BuildSchedule:
     return make if name == "sequential" else lambda *size: early(make(*size))
 
 
-def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
+def ranks_of_stages(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
     """The rank of each stage. Raises ValueError like `chunks_of`."""
     return stage_ranks(find(name, chunks)(num_ranks, 1))
 

@@ -77,10 +77,10 @@ class Program:
         """The operators that use a value, by number; the output comes after the last."""
         return [self.order[user] for user in node.users]
 
-    def crossing(self, place: int) -> list[fx.Node]:
-        """The values handed on by a cut after the first ``place`` operators."""
-        before = (*self.inputs, *self.nodes[:place])
-        return [node for node in before if any(k >= place for k in self.uses(node))]
+    def crossing(self, position: int) -> list[fx.Node]:
+        """The values handed on by a cut after the first ``position`` operators."""
+        before = (*self.inputs, *self.nodes[:position])
+        return [node for node in before if any(k >= position for k in self.uses(node))]
 
     def differentiable(self) -> set[fx.Node]:
         """The values that receive gradients, and trained parameters."""

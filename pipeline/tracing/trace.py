@@ -206,20 +206,20 @@ def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
                 f"at={list(names)}: the buffer {buffer} is written to and used on several "
                 "stages, which would have different values of it; cut elsewhere"
             )
-    return [_code(program, *place) for place in pairwise([*begins, len(program.nodes)])]
+    return [_code(program, *position) for position in pairwise([*begins, len(program.nodes)])]
 
 
 def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:
     """The submodules at which the stages after the first begin."""
     program = programs[True]  # the mode in which gradients cross
     differentiable = program.differentiable()
-    narrow: dict[int, str] = {}  # place -> name, where one differentiable value crosses
+    narrow: dict[int, str] = {}  # position -> name, where one differentiable value crosses
     anywhere: dict[int, str] = {}
-    for name, place in sorted(program.starts.items(), key=lambda item: item[1]):
-        if place > 0 and name in programs[False].starts:
-            anywhere.setdefault(place, name)  # of several at a place: the outermost
-            if len(differentiable.intersection(program.crossing(place))) == 1:
-                narrow.setdefault(place, name)
+    for name, position in sorted(program.starts.items(), key=lambda item: item[1]):
+        if position > 0 and name in programs[False].starts:
+            anywhere.setdefault(position, name)  # of several at a position: the outermost
+            if len(differentiable.intersection(program.crossing(position))) == 1:
+                narrow.setdefault(position, name)
     names = list((narrow if len(narrow) + 1 >= num_stages else anywhere).values())
     costs, value = [], example
     with torch.no_grad():

@@ -29,10 +29,12 @@ from .recorded import Run
 from .steps import Workers, actions_of, bubbles, duration, in_step, spent, steps_of
 
 REPLICAS, OTHER = "slower ranks", "other"
-Row = dict[Action, tuple[float, float]]  # of a worker: its actions in order, with start and end
+ActionTimes = dict[
+    Action, tuple[float, float]
+]  # of a worker: its actions in order, with start and end
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     """What a run's step takes, measured: the medians of its recorded steps, in seconds."""
 
     actions: dict[Kind, list[float]]  # per stage, of a micro-batch
@@ -65,7 +67,7 @@ def action_of(event: Event, num_stages: int) -> Action:
     return Action(Kind(event.kind), stage, max(0, event.microbatch))
 
 
-def rows_of(workers: Workers, num_stages: int) -> list[Row]:
+def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
     """The actions of a step, per worker."""
     rows = []
     for events in workers.values():
@@ -77,28 +79,30 @@ def rows_of(workers: Workers, num_stages: int) -> list[Row]:
     return rows
 
 
-def median_seconds(ranks: Sequence[int], place: Sequence[int], steps: Iterable[Workers]) -> Seconds:
-    """The seconds of some recorded steps. `ranks`: of the stages; `place`: of the workers."""
+def median_seconds(
+    ranks: Sequence[int], rank_of: Sequence[int], steps: Iterable[Workers]
+) -> StepSeconds:
+    """The seconds of some recorded steps. `ranks`: of the stages; `rank_of`: of the workers."""
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     again: defaultdict[int, list[float]] = defaultdict(list)  # by rank
     transfers, exchanges, updates = list[float](), list[float](), list[float]()
     for step in steps:
         rows = rows_of(step, len(ranks))
-        for r, row, events in zip(place, rows, step.values(), strict=True):
+        for r, row, events in zip(rank_of, rows, step.values(), strict=True):
             for action, (start, end) in row.items():
                 taken[action.kind, action.stage].append(end - start)
             backwards = sum(a.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for a in row)
             alone = spent(e for e in events if e.kind in ("B", "I"))
             both = spent(e for e in events if e.kind in ("B", "I", "R"))
             again[r].append((both - alone) / max(1, backwards))
-        transfers += messages(ranks, place, rows)
+        transfers += messages(ranks, rank_of, rows)
         last = max(end for row in rows for _, end in row.values())
         begun = [e for events in step.values() for e in events if e.kind == "optimizer"]
         if begun:
             exchanges.append(max(0.0, min(e.start for e in begun) - last))
             updates.append(fmean(e.end - e.start for e in begun))
     stages = range(len(ranks))
-    return Seconds(
+    return StepSeconds(
         {kind: [median(taken.get((kind, s), [0.0])) for s in stages] for kind in Kind},
         [median(again[ranks[s]]) for s in stages],
         median(transfers or [0.0]),
@@ -108,7 +112,9 @@ def median_seconds(ranks: Sequence[int], place: Sequence[int], steps: Iterable[W
     )
 
 
-def messages(ranks: Sequence[int], place: Sequence[int], rows: Sequence[Row]) -> list[float]:
+def messages(
+    ranks: Sequence[int], rank_of: Sequence[int], rows: Sequence[ActionTimes]
+) -> list[float]:
     """The seconds of the messages that a worker waited for: from the end of an action to the start
     of the one that needs its result, of which everything else was done before."""
     ends: defaultdict[Action, float] = defaultdict(float)  # the latest of the replicas
@@ -117,7 +123,7 @@ def messages(ranks: Sequence[int], place: Sequence[int], rows: Sequence[Row]) ->
             for part in ended_with(action):
                 ends[part] = max(ends[part], end)
     found = []
-    for row, r in zip(rows, place, strict=True):
+    for row, r in zip(rows, rank_of, strict=True):
         free = 0.0
         for action, (start, end) in row.items():
             sent = [ends[a] for a in dependencies(action, len(ranks)) if ranks[a.stage] != r]
@@ -131,14 +137,14 @@ def messages(ranks: Sequence[int], place: Sequence[int], rows: Sequence[Row]) ->
 class Compared:
     """A recorded step and its prediction; times are in seconds from the first action.
 
-    `place`: per worker its rank in the pipeline; several workers, replicas or parts of a matrix,
+    `rank_of`: per worker its rank in the pipeline; several workers, replicas or parts of a matrix,
     may have the same. Without stages, a rank's micro-batches are a pipeline of one.
     """
 
     step: int
-    place: list[int]
+    rank_of: list[int]
     events: dict[str, list[Event]]  # by worker
-    seconds: Seconds
+    seconds: StepSeconds
     predicted: Simulation
 
     @cached_property
@@ -180,7 +186,7 @@ class Compared:
         rows = rows_of(self.events, len(self.ranks))
         finish = max(end for row in rows for _, end in row.values())
         found = {}
-        for (name, events), r, row in zip(self.events.items(), self.place, rows, strict=True):
+        for (name, events), r, row in zip(self.events.items(), self.rank_of, rows, strict=True):
             busy = [e for e in events if e.kind in ("R", "optimizer")]
             found[name] = list[Gap]()
             free = 0.0
@@ -219,7 +225,7 @@ def _share(idle: float, causes: Mapping[str, float], late: float) -> dict[str, f
 def compare(
     workers: Workers,
     schedule: str,
-    place: list[int],
+    rank_of: list[int],
     *,
     step: int | None = None,
     work: Work | None = None,
@@ -240,12 +246,12 @@ def compare(
     if not any(shown.values()):
         known = [event.step + 1 for events in workers.values() for event in events]
         raise UserError(f"--step {step + 1}: not recorded; take {min(known)} to {max(known)}")
-    n, m = max(place) + 1, micro_batches(shown)
+    n, m = max(rank_of) + 1, micro_batches(shown)
     stages = 1 + max(e.stage for row in actions_of(workers).values() for e in row) if n > 1 else 1
     simulator = Simulator(find(schedule, stages // n)(n, m))
     alike = [found for found in steps.values() if micro_batches(found) == m]
-    seconds = median_seconds(simulator.ranks, place, alike or [shown])
-    return Compared(step, place, shown, seconds, simulator.run(work or seconds.work()))
+    seconds = median_seconds(simulator.ranks, rank_of, alike or [shown])
+    return Compared(step, rank_of, shown, seconds, simulator.run(work or seconds.work()))
 
 
 def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
@@ -253,6 +259,6 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     used, workers = run.summary, run.timeline
     threads = used.get("world_size", 1) == 1 and len(workers) > 1
     n = len(workers) if threads else used.get("pp") or 1
-    place = [r // (used.get("tp") or 1) % n for r in range(len(workers))]
+    rank_of = [r // (used.get("tp") or 1) % n for r in range(len(workers))]
     schedule = used["schedule"] if n > 1 else "1f1b"
-    return compare(workers, schedule, place, step=step, work=work)
+    return compare(workers, schedule, rank_of, step=step, work=work)

@@ -161,12 +161,12 @@ def test_what_is_dropped_depends_on_the_micro_batch_alone() -> None:
 
 @on_device
 def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
-    from runtime.dropout import attention, dropout, place
+    from runtime.dropout import attention, dropout, site_of
 
     x = torch.ones(8, 16, 32, device="cuda:1")  # which is not the current device
 
     def mask(key: int, where: str, first: int = 0) -> Tensor:
-        return dropout(x, 0.25, key, place(where), first).cpu()
+        return dropout(x, 0.25, key, site_of(where), first).cpu()
 
     task = PROBLEM.task(CUDA, torch.float32)
     model = Replicated(task, CUDA, Setup(Options(num_microbatches=2), ADAMW))

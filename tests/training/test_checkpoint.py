@@ -39,7 +39,7 @@ from training.checkpoint import (
 )
 from training.launch.distributed import make_world
 from training.launch.errors import RunError
-from training.layouts.layout import Piece, whole
+from training.layouts.layout import Piece, whole_piece
 from training.layouts.tensor import flat_pieces
 from training.resume import Resume
 
@@ -50,7 +50,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def save(folder: Path, value: int, keep: int = 2) -> str:
     """A checkpoint in whose every part `value` stands."""
-    tensors = [whole("x", torch.full((3, 2), float(value))), whole("n", torch.tensor(value))]
+    tensors = [
+        whole_piece("x", torch.full((3, 2), float(value))),
+        whole_piece("n", torch.tensor(value)),
+    ]
     saver = Saver(folder)
     name = saver.save(f"step{value}", tensors, {"step": value}, {"note.txt": f"{value}\n".encode()})
     saver.prune(keep)
@@ -62,7 +65,7 @@ def value_of(checkpoint: Checkpoint | None) -> int | None:
     if checkpoint is None:
         return None
     x, n = torch.zeros(3, 2), torch.tensor(0)
-    Saver(checkpoint.folder.parent).load(checkpoint, [whole("x", x), whole("n", n)])
+    Saver(checkpoint.folder.parent).load(checkpoint, [whole_piece("x", x), whole_piece("n", n)])
     (value,) = {
         int(checkpoint.read("note.txt")), checkpoint.state["step"], int(n), *map(int, x.flatten())
     }  # fmt: skip
@@ -86,7 +89,7 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
     saver = Saver(folder)
-    saver.save("step5", [whole("x", torch.tensor(5))], {}, {})
+    saver.save("step5", [whole_piece("x", torch.tensor(5))], {}, {})
     assert len(names(folder)) == 4  # until a finite step has followed
     saver.prune(1)
     clean(folder)
@@ -178,7 +181,7 @@ class Alone:
 
     def pieces(self, p: torch.Tensor, values: torch.Tensor) -> list[Piece]:
         (name,) = (name for name, mine in self.module.items() if mine is p)
-        return [whole(name, values)]
+        return [whole_piece(name, values)]
 
 
 def test_a_parameter_without_gradients_has_no_state_however_often_it_is_saved(
@@ -318,7 +321,7 @@ TENSORS = {
 
 def wholes(*_: int) -> list[Piece]:
     """What a rank holds of a replicated model."""
-    return [whole(name, tensor.clone()) for name, tensor in TENSORS.items()]
+    return [whole_piece(name, tensor.clone()) for name, tensor in TENSORS.items()]
 
 
 def flat_shards(rank: int, world_size: int) -> list[Piece]:
@@ -359,19 +362,23 @@ def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_doe
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
-    found = open_checkpoint(tmp_path / saver.save("a", [whole("x", torch.zeros(4, 3))], {}, {}))
+    found = open_checkpoint(
+        tmp_path / saver.save("a", [whole_piece("x", torch.zeros(4, 3))], {}, {})
+    )
     head = f"^--resume: {found.folder} cannot be loaded: "
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
         shape = re.escape(str(tuple(tensor.shape)))
         with pytest.raises(CheckpointError, match=f"{head}no {name} of shape {shape} "):
-            saver.load(found, [whole(name, tensor)])
+            saver.load(found, [whole_piece(name, tensor)])
     (found.folder / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
-        saver.load(found, [whole("x", torch.zeros(4, 3))])
+        saver.load(found, [whole_piece("x", torch.zeros(4, 3))])
 
 
 def save_alike(rank: int, world_size: int, folder: Path) -> None:
-    held = [whole(name, torch.zeros(n)) for name, n in (("a", 5), ("b", 9), ("c", 4), ("d", 5))]
+    held = [
+        whole_piece(name, torch.zeros(n)) for name, n in (("a", 5), ("b", 9), ("c", 4), ("d", 5))
+    ]
     saver_of(rank, world_size, folder).save("a", held, {}, {})
 
 

@@ -50,7 +50,7 @@ class Piece:
     shape: tuple[int, ...]
 
 
-def whole(name: str, tensor: Tensor) -> Piece:
+def whole_piece(name: str, tensor: Tensor) -> Piece:
     """A whole tensor as one piece."""
     return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
@@ -159,7 +159,7 @@ class LaidOutModel(ABC):
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
         """Which slices of which parameters `t` holds, as views of it; `t` is shaped like `p`, one
         of `held`."""
-        return [whole(self._names[p], t)]
+        return [whole_piece(self._names[p], t)]
 
     @cached_property
     def _names(self) -> dict[Tensor, str]:

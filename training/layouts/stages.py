@@ -12,7 +12,7 @@ from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.processes.process import ProcessPipe
-from pipeline.schedules.catalogue import places
+from pipeline.schedules.catalogue import ranks_of_stages
 from runtime.mesh import Mesh
 from runtime.ranks import Ranks
 from runtime.recompute import mode_of
@@ -21,7 +21,7 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Piece, state_bytes, whole
+from .layout import Piece, state_bytes, whole_piece
 from .measure import cut_in_words, stage_sizes
 from .setup import Setup
 from .tensor import MeshLayout, everyone
@@ -44,7 +44,7 @@ class Staged(MeshLayout):
         # fsdp has whole models, of one stage: each replica writes its results.
         self.schedule = None if args.strategy == "fsdp" else schedule
         self.num_microbatches = self._number_of_microbatches()
-        ranks = places(schedule, mesh.pipeline.size, args.chunks)  # by stage
+        ranks = ranks_of_stages(schedule, mesh.pipeline.size, args.chunks)  # by stage
         self.ranks = ranks if len(ranks) > mesh.pipeline.size else None  # only with chunks
         self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches or 4)
         one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
@@ -171,7 +171,7 @@ class Staged(MeshLayout):
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
         """The slices of whole parameters that `t` has."""
         if self.sharded is None:
-            return self.cut_task.pieces([whole(self._names[p], t)])
+            return self.cut_task.pieces([whole_piece(self._names[p], t)])
         return self.flat_pieces(self.sharded.pieces(p, t))
 
     def loaded(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.microbatch import MicroBatches, batch_size
 from pipeline.pipe import Pipe
 from pipeline.replicas import place_layers
-from pipeline.schedules.catalogue import places
+from pipeline.schedules.catalogue import ranks_of_stages
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
@@ -66,7 +66,9 @@ class StagesInThreads(_InOneProcess):
         self.task, self.setup, self.devices = task, setup, devices
         args, self.schedule = setup.args, setup.args.schedule or "1f1b"
         self.num_microbatches = args.num_microbatches or 4
-        ranks = places(self.schedule, len(devices), args.chunks)  # each stage's device, as a number
+        ranks = ranks_of_stages(
+            self.schedule, len(devices), args.chunks
+        )  # each stage's device, as a number
         self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
         self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches)

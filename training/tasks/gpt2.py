@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.dropout import Keys, attention, dropout, place
+from runtime.dropout import Keys, attention, dropout, site_of
 from training.launch.errors import UserError
 from training.seeds import stream
 
@@ -169,7 +169,7 @@ class Layer(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.where = place(name)
+        self.where = site_of(name)
 
     def first(self, hidden: Tensor) -> int:
         """The position of the first of the hidden states B T C in its sequence."""
@@ -205,7 +205,7 @@ class Attention(Layer):
     def __init__(self, name: str, block: GPT2Block) -> None:
         super().__init__(f"{name}.attn")
         self.ln_1, self.attn = block.ln_1, block.attn
-        self.weights_where = place(f"{name}.attn.weights")  # of the dropout inside
+        self.weights_where = site_of(f"{name}.attn.weights")  # of the dropout inside
 
     def forward(self, x: Sequences) -> Sequences:
         attn, mask = self.attn, None

@@ -86,7 +86,7 @@ def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
     micro-batches of unequal sizes."""
     x, y = batch(9)
     same, sizes = model(), SIZES[n * v]
-    ranks = catalogue.places(name, n, v)
+    ranks = catalogue.ranks_of_stages(name, n, v)
     placed, replicas = place_layers(list(same), sizes, [f"cpu:{r}" for r in ranks])
     with Pipe(placed, replicas=replicas, sizes=sizes) as pipe:
         torch.manual_seed(5)
@@ -117,7 +117,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
     groups = [dist.new_group() for _ in range(2)] if way == "bodies apart" else []
     results: dict[Any, Found] = {}
     for name, v in schedules(n) if way == "memory" else EVERY[:5]:
-        ranks, share = catalogue.places(name, n, v), way == "memory"
+        ranks, share = catalogue.ranks_of_stages(name, n, v), way == "memory"
         with sharing(share), ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe:
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours.links[1 - rank]

@@ -62,7 +62,7 @@ def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> Non
     for n, m in GRID:
         schedule = catalogue.find(name)(n, m)
         sched.validate(schedule, m)
-        assert sched.stage_ranks(schedule) == catalogue.places(name, n)
+        assert sched.stage_ranks(schedule) == catalogue.ranks_of_stages(name, n)
         for actions in schedule:
             # stable: leaves the micro-batches of a kind and stage in their order
             by_stage = sorted(actions, key=lambda action: (action.kind, action.stage))
