@@ -118,9 +118,16 @@ class Layout:
         return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
 
     def nodes(self, most: int) -> int:
-        """The fewest nodes of ``most`` GPUs at most that have equally many each."""
+        """The fewest nodes of ``most`` GPUs at most that have equally many each. Raises ValueError
+        if these are more than twice as many as could hold them."""
         fewest = -(-self.gpus // most)
-        return next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        found = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        if found > 2 * fewest:
+            raise ValueError(
+                f"gpus {self.gpus}: nodes of {most} cannot share them equally; "
+                f"{fewest * most} works"
+            )
+        return found
 
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""

@@ -46,6 +46,7 @@ SPELLINGS = {  # of columns, and of words in them
 SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
 SIZES = tuple(Model.__dataclass_fields__)
 MEASURED = COLUMNS[-3:]
+MORE = "more"  # the cells of a row that no column of the header is for
 PREDICTED = ("predicted_seconds", "predicted_memory_gb", "predicted_fits")
 
 Row = Mapping[str, str]
@@ -61,10 +62,11 @@ def read_table(path: Path) -> list[dict[str, str]]:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     separator = max(",;\t", key="".join(lines[:1]).count)  # the one that its first line has most
-    table = csv.DictReader(lines, delimiter=separator)
+    table = csv.DictReader(lines, restkey=MORE, restval="", delimiter=separator)
     names = [name.strip().lower() for name in table.fieldnames or ()]
     table.fieldnames = [SPELLINGS.get(name, name) for name in names]
-    rows = [{n: cell or "" for n, cell in row.items() if n} for row in table if any(row.values())]
+    rows = [{n: "".join(cell) for n, cell in row.items() if n} for row in table]
+    rows = [row for row in rows if any(row.values())]
     if not rows:
         raise ValueError(f"{path}: it has no rows")
     for name in rows[0].keys() - set(COLUMNS):
@@ -81,6 +83,8 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
+        if row.get(MORE):
+            raise ValueError("it has more cells than the header; a cell with a comma needs quotes")
         for name, cell in row.items():
             # pandas writes 2.0 for 2 where another cell of the column is empty
             text = re.sub("[ _]", "-", cell.strip().lower().removesuffix(".0"))
@@ -169,10 +173,10 @@ def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
     is not known is None. Raises ValueError, with the first problem, if all rows have one."""
     found = []
     for k, row in enumerate(table, 1):
-        cells = Cells(row)
         own: dict[str, Any] = {name: row.get(name, "") for name in COLUMNS}
         own |= dict.fromkeys((*MEASURED, *PREDICTED, "problem"))
         try:
+            cells = Cells(row)
             own |= {name: cells.measured(name) for name in MEASURED[:2]} | {"fits": cells.fits()}
             model, layout, nodes = row_of(row, machine)
             own |= asdict(model) | {"gpus": layout.gpus, "global_batch": layout.batch_size}

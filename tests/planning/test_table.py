@@ -71,10 +71,13 @@ def test_layouts_of_one_model_are_compared_and_whole_numbers_may_have_a_point() 
 def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
-        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n,,,,,,\n", "utf-8"
+        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3,\n,,,,,,\n"
+        "4,2,2,9,4,1,3,2\n",
+        "utf-8",
     )
-    (row,) = read_table(path)  # a spreadsheet's last lines are empty
+    row, longer = read_table(path)  # a spreadsheet's last cells and lines are empty
     assert row_of(row, A100)[1].batch_size == 3
+    assert "row 2: it has more cells" in compared([row, longer], A100)[1]["problem"]
     head = "layers,hidden,heads,vocab,seq,gpus,global_batch,micro_batc"
     path.write_text(f"{head}\n2,8,2,9,4,1,3,2\n", "utf-8")
     with pytest.raises(ValueError, match="micro_batc is unknown; did you mean micro_batch"):

@@ -24,7 +24,7 @@ from project.plan import main
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
-        ("predict --model gpt2 --batch_size 8 --network nan", "GB/s, or one of ethernet-10"),
+        ("predict --model gpt2 --batch_size 11 --dp 11", "gpus 11: nodes of 8 cannot share them"),
         ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
