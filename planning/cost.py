@@ -141,7 +141,7 @@ class PricedStep:
             Pass().plus(embedding, first).plus(block, blocks).plus(head, last).with_waits(skew)
             for embedding, block, head in zip(self.embedding, self.block, self.head, strict=True)
         )
-        tables = first + (last and not self.one_table)
+        tables = self._tables(first, last)
         number = (blocks * self.model.block + tables * self.model.table) / layout.tp
         share = layout.dp if layout.zero else 1
         update = number / share * UPDATE_BYTES / self.machine.memory_per_second
@@ -162,6 +162,10 @@ class PricedStep:
         held, working = self._memory_of_stage(blocks, first, last, halves)
         return PricedStage(passes, exchange, update, number, held, working)
 
+    def _tables(self, first: bool, last: bool) -> int:
+        """Embedding and head of a stage; one, if they are the same."""
+        return first + (last and not self.one_table)
+
     def _memory_of_stage(
         self, blocks: int, first: bool, last: bool, halves: bool
     ) -> tuple[float, float]:
@@ -179,8 +183,10 @@ class PricedStep:
             working = max(working - waiting * self.logits, more * self.logits)
         if first or last:  # the gradient of the embedding, or of the head, twice
             working += 2 * self.size * self.model.table / self.layout.tp
-        if self.layout.zero == 3:  # the parameters of the block that computes, and of the next
-            working += 3 * self.size * self.model.block / self.layout.tp
+        if self.layout.zero == 3:
+            # Gathered: the tables, the block that computes, with its gradients, and the next one.
+            gathered = 3 * self.model.block + self._tables(first, last) * self.model.table
+            working += self.size * gathered / self.layout.tp
         return held, working
 
     def _exposed(self, seconds: float, work: float) -> float:
