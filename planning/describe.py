@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from pipeline.schedules.catalogue import chunks_of
+from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -30,18 +30,27 @@ LINKS: Lines = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. ``ffn``: width of the MLP; ``gated_mlp``: it has two matrices up, not one;
-    ``kv_heads``: of keys and values, if queries share them (None: as many as ``heads``)."""
+    """A transformer. Its fields, and those of a layout, are options of plan.py and columns of a
+    table."""
 
     layers: int
+    """blocks"""
     hidden: int
+    """width"""
     heads: int
+    """attention heads"""
     ffn: int
+    """width of the MLP; default: 4 times the model's"""
     vocab: int
+    """tokens of the vocabulary"""
     seq: int
+    """tokens per sequence"""
     gated_mlp: bool = False
+    """the MLP has a gate, as in Llama: three matrices, not two"""
     tied: bool = True
+    """the head has the embedding's weights; default: true, but not of a Llama"""
     kv_heads: int | None = None
+    """heads of keys and values; default: as many as heads"""
 
     @property
     def kv_share(self) -> float:
@@ -94,17 +103,29 @@ class Layout:
     """
 
     gpus: int
+    """default: dp x pp x tp in predict, one node in search"""
     dp: int = 1
+    """replicas"""
     tp: int = 1
+    """parts of every matrix"""
     pp: int = 1
+    """stages of layers"""
     micro_batch: int = 1
+    """sequences per micro-batch"""
     batch_size: int = 1
-    schedule: str = "1f1b"
+    """sequences per step, over all GPUs"""
+    schedule: Annotated[str, tuple(name for name in SCHEDULES if name != "sequential")] = "1f1b"
+    """order of a pipeline's work; 1f1b in predict"""
     chunks: int | None = None
-    zero: int = 0
+    """stages per rank, of interleaved"""
+    zero: Annotated[int, (0, 1, 2, 3)] = 0
+    """divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"""
     sequence_parallel: bool = False
-    recompute: str = "never"
-    precision: str = "bf16"
+    """split the positions, too, outside the cut matrices"""
+    recompute: Annotated[str, ("never", "selective", "always")] = "never"
+    """activations in backward; selective: of attention only; never in predict"""
+    precision: Annotated[str, ("fp32", "fp16", "bf16")] = "bf16"
+    """default: bf16"""
     order: str = "dp-pp-tp"
 
     @property
@@ -326,3 +347,16 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
             f"{', '.join(missing)} missing: a model is a preset, or has all of {', '.join(needed)}"
         )
     return Model(**given)
+
+
+def layout_of(gpus: int | None = None, **given: Any) -> Layout:
+    """What is not given, or None, is the default; replicas are on all GPUs that tp and pp leave."""
+    given = {name: value for name, value in given.items() if value is not None}
+    cut = given.get("pp", 1) * given.get("tp", 1)
+    dp = given.setdefault("dp", max(1, (gpus or 1) // cut))
+    return Layout(gpus or dp * cut, **given)
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Of the type of a field: the only values that it has; none if there are others."""
+    return hint.__metadata__[0] if get_origin(hint) is Annotated else ()
