@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import yaml
 
@@ -152,17 +152,13 @@ class Layout:
 
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
-        product, per = self.dp * self.pp * self.tp, self.dp * self.micro_batch
-        heads, shared = model.heads, model.kv_heads or model.heads
+        per, heads, shared = self.dp * self.micro_batch, model.heads, model.kv_heads or model.heads
         rules = (
             (model.hidden % heads == 0,
              f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide"),
             (heads % shared == 0,
              f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
              f"--kv_heads {math.gcd(shared, heads)} works"),
-            (product == self.gpus,
-             f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --gpus {self.gpus}: dp x pp x tp is "
-             f"{product}; --gpus {product} works"),
             (self.batch_size % per == 0,
              f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
              "every replica has whole micro-batches; "
@@ -216,13 +212,15 @@ class Machine:
     step_ms: float
     # What runs beside computation; each word also means those before it. zero: collectives of
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
-    overlap: Literal["nothing", "zero", "gradients", "all"]
+    overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
-    backward: Literal["whole", "early"]  # early: gradients are sent before those of the weights
-    attention: Literal["flash", "unfused"]
-    loss: Literal["fused", "plain"]
-    balance: Literal["uniform", "auto"]  # of stages
-    gathered: Literal["kept", "again"]  # what sequence parallelism gathers, for backward
+    backward: Annotated[
+        str, ("whole", "early")
+    ]  # early: gradients are sent before those of the weights
+    attention: Annotated[str, ("flash", "unfused")]
+    loss: Annotated[str, ("fused", "plain")]
+    balance: Annotated[str, ("uniform", "auto")]  # of stages
+    gathered: Annotated[str, ("kept", "again")]  # what sequence parallelism gathers, for backward
 
     def per_second(self, precision: str) -> float:
         """FLOP/s of large matrix products."""
@@ -268,7 +266,7 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
             found |= dict(zip((f"{option}_gbs", f"{option}_us"), figures, strict=False))
     if network is not None:
         found["network_falls"] = 0  # a line rate
-    known = get_type_hints(Machine)
+    known = get_type_hints(Machine, include_extras=True)
     for figure in sorted(found.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
         if figure not in known:
@@ -282,8 +280,8 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
 
 def _broken(figure: str, kind: Any, value: Any) -> str:
     """The rule that a figure of a machine breaks; empty: it keeps it."""
-    if get_origin(kind) is Literal:
-        return "" if value in get_args(kind) else " or ".join(get_args(kind))
+    if known := choices(kind):
+        return "" if value in known else " or ".join(known)
     if figure == "tflops":
         kept = isinstance(value, dict) and value and value.keys() <= BYTES.keys()
         kept = kept and not any(_broken("_gbs", float, each) for each in value.values())
@@ -350,11 +348,15 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
 
 
 def layout_of(gpus: int | None = None, **given: Any) -> Layout:
-    """What is not given, or None, is the default; replicas are on all GPUs that tp and pp leave."""
+    """What is not given, or None, is the default; replicas are on all GPUs that tp and pp leave.
+    Raises ValueError if they are not."""
     given = {name: value for name, value in given.items() if value is not None}
-    cut = given.get("pp", 1) * given.get("tp", 1)
-    dp = given.setdefault("dp", max(1, (gpus or 1) // cut))
-    return Layout(gpus or dp * cut, **given)
+    pp, tp = given.get("pp", 1), given.get("tp", 1)
+    dp = given.setdefault("dp", max(1, (gpus or 1) // (pp * tp)))
+    product = dp * pp * tp
+    if gpus not in (None, product):
+        raise ValueError(f"dp {dp} x pp {pp} x tp {tp}, gpus {gpus}: {product} gpus work")
+    return Layout(product, **given)
 
 
 def choices(hint: Any) -> tuple[Any, ...]:

@@ -287,7 +287,7 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         )  # fmt: skip
         where = replace(
             machine(draw.choice(("a100-80gb", "h100"))), skew=draw.choice((0, 0.2)),
-            overlap=overlap, backward=draw.choice(("whole", "early")),  # type: ignore[arg-type]
+            overlap=overlap, backward=draw.choice(("whole", "early")),
         )  # fmt: skip
         step = PricedStep(MODEL, layout, where)
         simulated = step.simulator(m).run(step.work()).seconds

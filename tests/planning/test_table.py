@@ -36,7 +36,7 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
     ):  # fmt: skip
         assert getattr(row_of(row | change, A100)[1], attribute) == value
     for change, message in (
-        ({"dp": "3"}, "dp 3 x tp 2 x pp 1 is 6, and gpus is 8"),
+        ({"dp": "3"}, "dp 3 x pp 1 x tp 2, gpus 8: 6 gpus work"),
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
         ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
         ({"recompute": "nevr"}, "'nevr', and must be one of never, selective, always"),

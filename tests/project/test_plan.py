@@ -20,7 +20,7 @@ from project.plan import main
         ("predict --model gpt --batch_size 8", "--model gpt: it must be gpt2-mini or gpt2 or"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
         ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
-        ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "tp is 4; --gpus 4 works"),
+        ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
