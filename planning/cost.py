@@ -141,7 +141,7 @@ class PricedStep:
             Pass().plus(embedding, first).plus(block, blocks).plus(head, last).with_waits(skew)
             for embedding, block, head in zip(self.embedding, self.block, self.head, strict=True)
         )
-        tables = self._tables(first, last)
+        tables = first + (last and not self.one_table)
         number = (blocks * self.model.block + tables * self.model.table) / layout.tp
         share = layout.dp if layout.zero else 1
         update = number / share * UPDATE_BYTES / self.machine.memory_per_second
@@ -159,15 +159,11 @@ class PricedStep:
             # The parameters that others have updated; or those of the first block to compute.
             update += scatter / (parts if self.machine.overlap == "all" else 1)
         passes = Passes(forward, backward, late)
-        held, working = self._memory_of_stage(blocks, first, last, halves)
+        held, working = self._memory_of_stage(blocks, tables, last, halves)
         return PricedStage(passes, exchange, update, number, held, working)
 
-    def _tables(self, first: bool, last: bool) -> int:
-        """Embedding and head of a stage; one, if they are the same."""
-        return first + (last and not self.one_table)
-
     def _memory_of_stage(
-        self, blocks: int, first: bool, last: bool, halves: bool
+        self, blocks: int, tables: int, last: bool, halves: bool
     ) -> tuple[float, float]:
         """Bytes until the backward of a micro-batch, and those more while a backward runs."""
         again = self.layout.recompute == "always"
@@ -181,11 +177,11 @@ class PricedStep:
             held += self.logits * waiting
             # A block is computed again when the logits are gone.
             working = max(working - waiting * self.logits, more * self.logits)
-        if first or last:  # the gradient of the embedding, or of the head, twice
+        if tables or last:  # the gradient of the embedding, or of the head, twice
             working += 2 * self.size * self.model.table / self.layout.tp
         if self.layout.zero == 3:
             # Gathered: the tables, the block that computes, with its gradients, and the next one.
-            gathered = 3 * self.model.block + self._tables(first, last) * self.model.table
+            gathered = 3 * self.model.block + tables * self.model.table
             working += self.size * gathered / self.layout.tp
         return held, working
 

@@ -106,10 +106,10 @@ class Layout:
     """default: dp x pp x tp in predict, one node in search"""
     dp: int = 1
     """replicas"""
-    tp: int = 1
-    """parts of every matrix"""
     pp: int = 1
     """stages of layers"""
+    tp: int = 1
+    """parts of every matrix"""
     micro_batch: int = 1
     """sequences per micro-batch"""
     batch_size: int = 1
@@ -120,12 +120,12 @@ class Layout:
     """stages per rank, of interleaved"""
     zero: Annotated[int, (0, 1, 2, 3)] = 0
     """divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"""
-    sequence_parallel: bool = False
-    """split the positions, too, outside the cut matrices"""
     recompute: Annotated[str, ("never", "selective", "always")] = "never"
     """activations in backward; selective: of attention only; never in predict"""
     precision: Annotated[str, ("fp32", "fp16", "bf16")] = "bf16"
     """default: bf16"""
+    sequence_parallel: bool = False
+    """split the positions, too, outside the cut matrices"""
     order: str = "dp-pp-tp"
 
     @property

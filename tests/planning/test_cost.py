@@ -281,7 +281,7 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         m, b = draw.randrange(1, 60), draw.choice((1, 2, 8))
         zero = draw.randrange(2 if pp > 1 else 4)
         layout = Layout(
-            dp * pp * tp, dp, tp, pp, b, dp * b * m, schedule, None, zero,
+            dp * pp * tp, dp, pp, tp, b, dp * b * m, schedule, None, zero,
             recompute=draw.choice(("never", "always")),
             order=draw.choice(("dp-pp-tp", "pp-dp-tp")),
         )  # fmt: skip
