@@ -71,8 +71,7 @@ def test_more_nodes_have_less_bandwidth_if_it_was_measured_so(nodes: int, measur
 def test_memory_is_what_can_be_counted() -> None:
     """gpt2-medium without recomputation in bf16: 2 bytes a parameter, 4 its gradient, 12 of the
     optimizer, and what ZeRO shards of them. Under ZeRO-3 the parameters are in fp32, and the
-    optimizer has no others; what is gathered of them at once: two blocks, with the gradients of
-    one, and the table of embedding and head."""
+    optimizer has no others; two blocks, with one's gradients, and the table are gathered."""
     working = []
     for zero, bytes_each in (
         (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (4 / 8, 4 / 8, 8 / 8)),

@@ -17,7 +17,6 @@ from project.plan import main
     [
         ("calibrate --output /no/such/m.yaml", "there is no folder /no/such; make it first"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
-        ("predict --model gpt --batch_size 8", "--model gpt: it must be gpt2-mini or gpt2 or"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
         ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
@@ -29,7 +28,6 @@ from project.plan import main
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
-        ("search --model gpt2 --gpus 8 --batch_size 8 --pp 2 --zero 2", "no layout of --gpus 8"),
         ("check no.csv --machine h100", "no.csv: No such file"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "--batch_size 13 has some"),
     ],
