@@ -10,7 +10,7 @@ The model and its constants are explained in docs/planning.md, and what it leave
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -106,12 +106,11 @@ class PricedStep:
         listed = set(small.actions)
         # Of a V, the first rank has both ends of the model, and one table if they are tied.
         self.one_table = model.tied and small.ranks[-1] == 0
-        kinds = [
-            (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
+        priced = cache(self._stage)  # most stages are alike
+        self.stages = [
+            priced(blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
             for s, blocks in enumerate(self.blocks)
         ]
-        priced = {kind: self._stage(*kind) for kind in set(kinds)}
-        self.stages = [priced[kind] for kind in kinds]
         self.of_ranks: list[list[PricedStage]] = [[] for _ in range(pp)]
         for rank, stage in zip(small.ranks, self.stages, strict=True):
             self.of_ranks[rank].append(stage)
