@@ -100,7 +100,7 @@ PER_STAGE = dict.fromkeys(("forward", "backward_input", "backward_weight", "acti
 PER_STAGE |= dict.fromkeys(("recompute", "exchange", "update"), "0")
 
 
-def options_of(kind: type) -> Iterator[Option]:
+def options_from(kind: type) -> Iterator[Option]:
     """The documented fields of a model or a layout, also by train.py's names."""
     hints = get_type_hints(kind, include_extras=True)
     for name, meaning in helps_of(kind).items():
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         ("predict", "Predict the seconds and the memory of a step.", ()),
         ("search", "Find the fastest layout that fits. What is given of it is not varied.", (TOP,)),
     ):
-        model, layout = (PRESET, *options_of(Model)), (*options_of(Layout), *own)
+        model, layout = (PRESET, *options_from(Model)), (*options_from(Layout), *own)
         made = command(name, text, ["--batch_size"], model=model, layout=layout, machine=MACHINE)
         made.set_defaults(machine="a100-80gb", precision="bf16", top=5)
     text = "Compare measured runs with their predictions."
