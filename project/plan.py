@@ -48,7 +48,7 @@ from planning.describe import (
     machines,
     model_of,
 )
-from planning.simulate import Simulator, Timed, Work, with_times
+from planning.simulate import Simulation, Simulator, Timed, Work, with_times
 from planning.table import (
     COLUMNS,
     LAYOUT,
@@ -300,8 +300,13 @@ def run_simulate(args: argparse.Namespace) -> None:
         return
     whole = simulator.schedule != find(args.schedule, args.chunks)(n, m)
     how = ", whole backwards; our programs send gradients early: --early_gradients" if whole else ""
-    print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n\n"
-          f"step                {found.seconds:10.6g}\n"
+    print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n")
+    say_simulation(found, peaks)
+
+
+def say_simulation(found: Simulation, peaks: Sequence[float]) -> None:
+    """Prints it."""
+    print(f"step                {found.seconds:10.6g}\n"
           f"bubble              {found.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
           f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank")  # fmt: skip
