@@ -10,7 +10,7 @@ The model and its constants are explained in docs/planning.md, and what it leave
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -106,12 +106,11 @@ class PricedStep:
         listed = set(small.actions)
         # Of a V, the first rank has both ends of the model, and one table if they are tied.
         self.one_table = model.tied and small.ranks[-1] == 0
-        kinds = [
-            (blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
+        priced = cache(self._stage)  # most stages are alike
+        self.stages = [
+            priced(blocks, s == 0, s == n - 1, Action(BACKWARD, s, 0) not in listed)
             for s, blocks in enumerate(self.blocks)
         ]
-        priced = {kind: self._stage(*kind) for kind in set(kinds)}
-        self.stages = [priced[kind] for kind in kinds]
         self.of_ranks: list[list[PricedStage]] = [[] for _ in range(pp)]
         for rank, stage in zip(small.ranks, self.stages, strict=True):
             self.of_ranks[rank].append(stage)
@@ -159,11 +158,11 @@ class PricedStep:
             # The parameters that others have updated; or those of the first block to compute.
             update += scatter / (parts if self.machine.overlap == "all" else 1)
         passes = Passes(forward, backward, late)
-        held, working = self._memory_of_stage(blocks, first, last, halves)
+        held, working = self._memory_of_stage(blocks, tables, last, halves)
         return PricedStage(passes, exchange, update, number, held, working)
 
     def _memory_of_stage(
-        self, blocks: int, first: bool, last: bool, halves: bool
+        self, blocks: int, tables: int, last: bool, halves: bool
     ) -> tuple[float, float]:
         """Bytes until the backward of a micro-batch, and those more while a backward runs."""
         again = self.layout.recompute == "always"
@@ -177,10 +176,12 @@ class PricedStep:
             held += self.logits * waiting
             # A block is computed again when the logits are gone.
             working = max(working - waiting * self.logits, more * self.logits)
-        if first or last:  # the gradient of the embedding, or of the head, twice
+        if tables or last:  # the gradient of the embedding, or of the head, twice
             working += 2 * self.size * self.model.table / self.layout.tp
-        if self.layout.zero == 3:  # the parameters of the block that computes, and of the next
-            working += 3 * self.size * self.model.block / self.layout.tp
+        if self.layout.zero == 3:
+            # Gathered: the tables, the block that computes, with its gradients, and the next one.
+            gathered = 3 * self.model.block + tables * self.model.table
+            working += self.size * gathered / self.layout.tp
         return held, working
 
     def _exposed(self, seconds: float, work: float) -> float:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import yaml
 
-from pipeline.schedules.catalogue import chunks_of
+from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -30,18 +30,27 @@ LINKS: Lines = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. ``ffn``: width of the MLP; ``gated_mlp``: it has two matrices up, not one;
-    ``kv_heads``: of keys and values, if queries share them (None: as many as ``heads``)."""
+    """A transformer. Its fields, and those of a layout, are options of plan.py and columns of a
+    table."""
 
     layers: int
+    """blocks"""
     hidden: int
+    """width"""
     heads: int
+    """attention heads"""
     ffn: int
+    """width of the MLP; default: 4 times the model's"""
     vocab: int
+    """tokens of the vocabulary"""
     seq: int
+    """tokens per sequence"""
     gated_mlp: bool = False
+    """the MLP has a gate, as in Llama: three matrices, not two"""
     tied: bool = True
+    """the head has the embedding's weights; default: true, but not of a Llama"""
     kv_heads: int | None = None
+    """heads of keys and values; default: as many as heads"""
 
     @property
     def kv_share(self) -> float:
@@ -94,17 +103,29 @@ class Layout:
     """
 
     gpus: int
+    """default: dp x pp x tp in predict, one node in search"""
     dp: int = 1
-    tp: int = 1
+    """replicas"""
     pp: int = 1
+    """stages of layers"""
+    tp: int = 1
+    """parts of every matrix"""
     micro_batch: int = 1
+    """sequences per micro-batch"""
     batch_size: int = 1
-    schedule: str = "1f1b"
+    """sequences per step, over all GPUs"""
+    schedule: Annotated[str, tuple(name for name in SCHEDULES if name != "sequential")] = "1f1b"
+    """order of a pipeline's work; 1f1b in predict"""
     chunks: int | None = None
-    zero: int = 0
+    """stages per rank, of interleaved"""
+    zero: Annotated[int, (0, 1, 2, 3)] = 0
+    """divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"""
+    recompute: Annotated[str, ("never", "selective", "always")] = "never"
+    """activations in backward; selective: of attention only; never in predict"""
+    precision: Annotated[str, ("fp32", "fp16", "bf16")] = "bf16"
+    """default: bf16"""
     sequence_parallel: bool = False
-    recompute: str = "never"
-    precision: str = "bf16"
+    """split the positions, too, outside the cut matrices"""
     order: str = "dp-pp-tp"
 
     @property
@@ -118,23 +139,26 @@ class Layout:
         return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
 
     def nodes(self, most: int) -> int:
-        """The fewest nodes of ``most`` GPUs at most that have equally many each."""
+        """The fewest nodes of ``most`` GPUs at most that have equally many each. Raises ValueError
+        if these are more than twice as many as could hold them."""
         fewest = -(-self.gpus // most)
-        return next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        found = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        if found > 2 * fewest:
+            raise ValueError(
+                f"gpus {self.gpus}: nodes of {most} cannot share them equally; "
+                f"{fewest * most} works"
+            )
+        return found
 
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
-        product, per = self.dp * self.pp * self.tp, self.dp * self.micro_batch
-        heads, shared = model.heads, model.kv_heads or model.heads
+        per, heads, shared = self.dp * self.micro_batch, model.heads, model.kv_heads or model.heads
         rules = (
             (model.hidden % heads == 0,
              f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide"),
             (heads % shared == 0,
              f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
              f"--kv_heads {math.gcd(shared, heads)} works"),
-            (product == self.gpus,
-             f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --gpus {self.gpus}: dp x pp x tp is "
-             f"{product}; --gpus {product} works"),
             (self.batch_size % per == 0,
              f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
              "every replica has whole micro-batches; "
@@ -188,13 +212,15 @@ class Machine:
     step_ms: float
     # What runs beside computation; each word also means those before it. zero: collectives of
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
-    overlap: Literal["nothing", "zero", "gradients", "all"]
+    overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
-    backward: Literal["whole", "early"]  # early: gradients are sent before those of the weights
-    attention: Literal["flash", "unfused"]
-    loss: Literal["fused", "plain"]
-    balance: Literal["uniform", "auto"]  # of stages
-    gathered: Literal["kept", "again"]  # what sequence parallelism gathers, for backward
+    backward: Annotated[
+        str, ("whole", "early")
+    ]  # early: gradients are sent before those of the weights
+    attention: Annotated[str, ("flash", "unfused")]
+    loss: Annotated[str, ("fused", "plain")]
+    balance: Annotated[str, ("uniform", "auto")]  # of stages
+    gathered: Annotated[str, ("kept", "again")]  # what sequence parallelism gathers, for backward
 
     def per_second(self, precision: str) -> float:
         """FLOP/s of large matrix products."""
@@ -240,7 +266,7 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
             found |= dict(zip((f"{option}_gbs", f"{option}_us"), figures, strict=False))
     if network is not None:
         found["network_falls"] = 0  # a line rate
-    known = get_type_hints(Machine)
+    known = get_type_hints(Machine, include_extras=True)
     for figure in sorted(found.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
         if figure not in known:
@@ -254,8 +280,8 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
 
 def _broken(figure: str, kind: Any, value: Any) -> str:
     """The rule that a figure of a machine breaks; empty: it keeps it."""
-    if get_origin(kind) is Literal:
-        return "" if value in get_args(kind) else " or ".join(get_args(kind))
+    if known := choices(kind):
+        return "" if value in known else " or ".join(known)
     if figure == "tflops":
         kept = isinstance(value, dict) and value and value.keys() <= BYTES.keys()
         kept = kept and not any(_broken("_gbs", float, each) for each in value.values())
@@ -319,3 +345,20 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
             f"{', '.join(missing)} missing: a model is a preset, or has all of {', '.join(needed)}"
         )
     return Model(**given)
+
+
+def layout_of(gpus: int | None = None, **given: Any) -> Layout:
+    """What is not given, or None, is the default; replicas are on all GPUs that tp and pp leave.
+    Raises ValueError if they are not."""
+    given = {name: value for name, value in given.items() if value is not None}
+    pp, tp = given.get("pp", 1), given.get("tp", 1)
+    dp = given.setdefault("dp", max(1, (gpus or 1) // (pp * tp)))
+    product = dp * pp * tp
+    if gpus not in (None, product):
+        raise ValueError(f"dp {dp} x pp {pp} x tp {tp}, gpus {gpus}: {product} gpus work")
+    return Layout(product, **given)
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Of the type of a field: the only values that it has; none if there are others."""
+    return hint.__metadata__[0] if get_origin(hint) is Annotated else ()

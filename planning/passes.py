@@ -120,9 +120,8 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     up = (1 + model.gated_mlp) * narrow
     queries_keys_values = wide + 2 * round(wide * model.kv_share)
     shapes = [(h, queries_keys_values), (wide, h), (h, up), (narrow, h)]  # features in, out
-    forward = sum(product(t, n, k) for k, n in shapes)
-    weights = sum(product(n, k, t) for k, n in shapes)
-    inputs = sum(product(t, k, n) for k, n in shapes)
+    # A product of t x k and k x n takes as long as those of its gradients, t x n x k and k x t x n.
+    products = sum(product(t, n, k) for k, n in shapes)
     launches = LAUNCHES
     if machine.attention == "flash":
         attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
@@ -137,16 +136,14 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     shared = 11 * size * h / (tp if layout.sequence_parallel else 1)
     own = size * (6 * h + (5 if model.gated_mlp else 2) * f) / tp
     passed = t * (shared + own) / memory + 8 * kernel
-    gradient = gradient_bytes(layout)
-    added = (size + 2 * gradient) / tp / memory  # seconds to add a parameter's gradient
-    ring = group(machine, tp, 1)
-    exchanged = 2 * ring.reduce(size * t * h) if tp > 1 else 0.0
+    # Seconds to add a parameter's gradient.
+    added = (size + 2 * gradient_bytes(layout)) / tp / memory
+    exchanged = 2 * group(machine, tp, 1).reduce(size * t * h)
     host = machine.host_us * 1e-6
     collective = (2 if tp > 1 else 0) * machine.collective_us * 1e-6
-    start = launches * host + collective
-    there = Pass(forward, attention[0], passed, exchanged, start)
+    there = Pass(products, attention[0], passed, exchanged, launches * host + collective)
     back = Pass(
-        inputs + weights, attention[1], 2 * passed + model.block * added, exchanged,
+        2 * products, attention[1], 2 * passed + model.block * added, exchanged,
         2 * launches * host + collective,
     )  # fmt: skip
     if layout.recompute == "always":
@@ -156,18 +153,18 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     elif layout.recompute == "selective" and machine.attention != "flash":
         back = back.plus(Pass(attention=attention[0]))
     elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
-        back = back.plus(Pass(forward / 2, 0, passed, 0, launches * host / 2))
+        back = back.plus(Pass(products / 2, 0, passed, 0, launches * host / 2))
     v = -(-model.vocab // tp)
-    logits = t * v / memory  # seconds per byte of a logit
+    logits, last = t * v / memory, product(t, v, h)  # logits: seconds per byte of each
     # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
     embedding = Passes(Pass(tensor=exchanged / 2, host=collective / 2), Pass(), Pass())
     head = Passes(
-        Pass(product(t, v, h), 0, 28 * logits, 0, LAUNCHES * host),
-        Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
+        Pass(last, 0, 28 * logits, 0, LAUNCHES * host),
+        Pass(2 * last, 0, 12 * logits + model.table * added,
              exchanged / 2, 2 * LAUNCHES * host + collective / 2),
-        Pass(product(h, v, t), host=LAUNCHES * host / 2),
+        Pass(last, host=LAUNCHES * host / 2),
     )  # fmt: skip
-    return embedding, Passes(there, back, Pass(weights, host=LAUNCHES * host)), head
+    return embedding, Passes(there, back, Pass(products, host=LAUNCHES * host)), head
 
 
 def gradient_bytes(layout: Layout) -> int:

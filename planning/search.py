@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations, product
-from typing import Any
+from typing import Any, get_type_hints
 
 from .cost import PricedStep
 from .describe import Layout, Machine, Model, model_of
 from .passes import group
 
-NAMES: tuple[str, ...] = (
-    "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
-    "sequence_parallel",
-)  # fmt: skip
+NAMES = tuple(
+    name for name in get_type_hints(Layout) if name not in ("gpus", "batch_size", "order")
+)
 KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
@@ -61,8 +60,8 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
         zeros = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
         for b, (schedule, chunks), zero, recompute in product(batches, kinds, zeros, again):
             layout = Layout(
-                gpus, dp, tp, pp, b, batch_size, schedule, chunks, zero,
-                tp > 1 and model.seq % tp == 0, recompute, given.get("precision", "bf16"),
+                gpus, dp, pp, tp, b, batch_size, schedule, chunks, zero, recompute,
+                given.get("precision", "bf16"), tp > 1 and model.seq % tp == 0,
             )  # fmt: skip
             legal = batch_size // dp % b == 0 and layout.stages <= model.layers
             if legal and all(getattr(layout, name) == value for name, value in given.items()):

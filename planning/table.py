@@ -18,20 +18,16 @@ from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-from pipeline.schedules.catalogue import SCHEDULES
+from typing import Any, get_type_hints
 
 from .cost import LOGITS, PricedStep
-from .describe import PRESETS, Layout, Machine, Model, as_number, model_of
+from .describe import PRESETS, Layout, Machine, Model, as_number, choices, layout_of, model_of
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
-COLUMNS = (
-    "model", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab", "tied", "seq",
-    "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule",
-    "zero", "sequence_parallel", "recompute", "loss", "precision", "seconds_per_step", "memory_gb",
-    "fits",
-)  # fmt: skip
+MEASURED = ("seconds_per_step", "memory_gb", "fits")
+SIZES, LAYOUT = (get_type_hints(kind, include_extras=True) for kind in (Model, Layout))
+del LAYOUT["batch_size"], LAYOUT["order"]
+COLUMNS = ("model", *SIZES, "gpus_per_node", "global_batch", *LAYOUT, "loss", *MEASURED)
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
     "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
@@ -44,8 +40,7 @@ SPELLINGS = {  # of columns, and of words in them
     "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
 SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
-SIZES = tuple(Model.__dataclass_fields__)
-MEASURED = COLUMNS[-3:]
+MORE = "more"  # the cells of a row that no column of the header is for
 PREDICTED = ("predicted_seconds", "predicted_memory_gb", "predicted_fits")
 
 Row = Mapping[str, str]
@@ -61,10 +56,11 @@ def read_table(path: Path) -> list[dict[str, str]]:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     separator = max(",;\t", key="".join(lines[:1]).count)  # the one that its first line has most
-    table = csv.DictReader(lines, delimiter=separator)
+    table = csv.DictReader(lines, restkey=MORE, restval="", delimiter=separator)
     names = [name.strip().lower() for name in table.fieldnames or ()]
     table.fieldnames = [SPELLINGS.get(name, name) for name in names]
-    rows = [{n: cell or "" for n, cell in row.items() if n} for row in table if any(row.values())]
+    rows = [{n: "".join(cell) for n, cell in row.items() if n} for row in table]
+    rows = [row for row in rows if any(row.values())]
     if not rows:
         raise ValueError(f"{path}: it has no rows")
     for name in rows[0].keys() - set(COLUMNS):
@@ -81,6 +77,8 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
+        if row.get(MORE):
+            raise ValueError("it has more cells than the header; a cell with a comma needs quotes")
         for name, cell in row.items():
             # pandas writes 2.0 for 2 where another cell of the column is empty
             text = re.sub("[ _]", "-", cell.strip().lower().removesuffix(".0"))
@@ -106,6 +104,17 @@ class Cells(dict[str, str]):
             raise ValueError(f"{name} is {text!r}, and must be one of {', '.join(known)}")
         return text
 
+    def fields(self, hints: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a model or layout that the row has."""
+        found: dict[str, Any] = {}
+        for name in filter(self.__contains__, hints):
+            if known := choices(hints[name]):
+                found[name] = type(known[0])(self.word(name, "", [str(word) for word in known]))
+            else:
+                may_be_0 = hints[name] is bool or name == "chunks"
+                found[name] = self.number(name, least=0 if may_be_0 else 1)
+        return found
+
     def measured(self, name: str) -> float | None:
         """What was measured; None if nothing was, or the run ended out of memory."""
         text = self.get(name, "oom")
@@ -125,40 +134,26 @@ class Cells(dict[str, str]):
 def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row."""
     cells = Cells(row)
-    number, preset = cells.number, cells.get("model")
+    preset = cells.get("model")
     if preset not in PRESETS and "layers" in cells:  # a name of its own
         preset = None
-    sizes = {} if preset else {"vocab": 51200}
-    for name in SIZES:
-        if name in cells:
-            sizes[name] = number(name, least=0 if name in ("gated_mlp", "tied") else 1)
-    model = model_of(preset, **sizes)
-    tp, pp, chunks = number("tp", 1), number("pp", 1), number("chunks", 0, 0)
-    schedule = cells.word("schedule", "1f1b", SCHEDULES)
-    if schedule == "interleaved" and not chunks:
+    model = model_of(preset, **({} if preset else {"vocab": 51200}) | cells.fields(SIZES))
+    given = {"precision": "bf16" if "bf16" in machine.tflops else "fp16"} | cells.fields(LAYOUT)
+    layout = layout_of(**given, batch_size=cells.number("global_batch"), order="pp-dp-tp")
+    pp, chunks = layout.pp, layout.chunks
+    if layout.schedule == "interleaved" and not chunks:
         units = model.layers  # or embedding and head as a block each
         units += 0 if units % pp == 0 else 2
         chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
-    if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
-        schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
-    dp = number("dp", number("gpus", 1) // (tp * pp) or 1)
-    gpus = number("gpus", dp * tp * pp)
-    if dp * tp * pp != gpus:
-        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} is {dp * tp * pp}, and gpus is {gpus}")
-    zero = int(cells.word("zero", "0", ("0", "1", "2", "3")))
-    layout = Layout(
-        gpus, dp, tp, pp, number("micro_batch", 1), number("global_batch"), schedule,
-        chunks if schedule == "interleaved" else None, zero,
-        bool(number("sequence_parallel", 0, 0)),
-        cells.word("recompute", "never", ("never", "selective", "always")),
-        cells.word("precision", "bf16" if "bf16" in machine.tflops else "fp16", machine.tflops),
-        "pp-dp-tp",
-    )  # fmt: skip
+    several = pp > 1 and (chunks or 1) > 1
+    if layout.schedule in ("interleaved", "1f1b"):  # which of them, the chunks say
+        layout = replace(layout, schedule="interleaved" if several else "1f1b")
+    layout = replace(layout, chunks=chunks if layout.schedule == "interleaved" else None)
     # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
-    attention = "flash" if zero > 1 or model.gated_mlp else machine.attention
-    loss = cells.word("loss", "fused" if zero > 1 else machine.loss, LOGITS)
-    nodes = machine.with_nodes(number("gpus_per_node", machine.gpus_per_node))
-    nodes = replace(nodes, attention=attention, loss=loss)  # type: ignore[arg-type]
+    attention = "flash" if layout.zero > 1 or model.gated_mlp else machine.attention
+    loss = cells.word("loss", "fused" if layout.zero > 1 else machine.loss, LOGITS)
+    nodes = machine.with_nodes(cells.number("gpus_per_node", machine.gpus_per_node))
+    nodes = replace(nodes, attention=attention, loss=loss)
     if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
         nodes = replace(nodes, balance="uniform", gathered="again")
     return model, layout, nodes
@@ -169,10 +164,10 @@ def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
     is not known is None. Raises ValueError, with the first problem, if all rows have one."""
     found = []
     for k, row in enumerate(table, 1):
-        cells = Cells(row)
         own: dict[str, Any] = {name: row.get(name, "") for name in COLUMNS}
         own |= dict.fromkeys((*MEASURED, *PREDICTED, "problem"))
         try:
+            cells = Cells(row)
             own |= {name: cells.measured(name) for name in MEASURED[:2]} | {"fits": cells.fits()}
             model, layout, nodes = row_of(row, machine)
             own |= asdict(model) | {"gpus": layout.gpus, "global_batch": layout.batch_size}

@@ -19,10 +19,10 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -42,54 +42,40 @@ from planning.describe import (
     Machine,
     Model,
     as_number,
+    choices,
+    layout_of,
     machine,
     machines,
     model_of,
 )
-from planning.simulate import Simulator, Timed, Work, with_times
-from planning.table import COLUMNS, REQUIRED, compared, read_table, summary
+from planning.simulate import Simulation, Simulator, Timed, Work, with_times
+from planning.table import (
+    COLUMNS,
+    LAYOUT,
+    REQUIRED,
+    SIZES,
+    SPELLINGS,
+    compared,
+    read_table,
+    summary,
+)
 from project.command_line import Parser
+from project.parser import helps_of, values_of
 from training.launch.errors import refuse
 from training.options import count
 
 WIDTH = 30  # characters of a whole bar
 
-# An option: its names, its type or its choices or None (it takes no value), and what it means.
-Option = tuple[str, Callable[[str], Any] | tuple[Any, ...] | None, str]
+# An option: its names, its type or its choices, and what it means.
+Option = tuple[str, Callable[[str], Any] | tuple[Any, ...], str]
 MACHINE: tuple[Option, ...] = (
     ("--machine", str,
      f"a YAML file, or {', '.join(machines())}; default, but not of check: a100-80gb"),
     ("--network", str, f"GB/s of a node, or {', '.join(NETWORKS)}"),
     ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
 )  # fmt: skip
-MODEL: tuple[Option, ...] = (
-    ("--model", tuple(PRESETS), "a preset, whose sizes the next options change; or give them all"),
-    ("--n_layer --layers", count, "blocks"),
-    ("--n_embd --hidden", count, "width"),
-    ("--n_head --heads", count, "attention heads"),
-    ("--kv_heads", count, "heads of keys and values; default: as many as heads"),
-    ("--ffn", count, "width of the MLP; default: 4 times the model's"),
-    ("--vocab_size --vocab", count, "tokens of the vocabulary"),
-    ("--seq --model_max_length", count, "tokens per sequence"),
-    ("--gated_mlp", None, "the MLP has a gate, as in Llama: three matrices, not two"),
-    ("--untied", None, "the head has weights of its own"),
-)
-LAYOUT: tuple[Option, ...] = (
-    ("--batch_size", count, "sequences per step, over all GPUs"),
-    ("--gpus", count, "default: dp x pp x tp in predict, one node in search"),
-    ("--dp", count, "replicas"),
-    ("--pp", count, "stages of layers"),
-    ("--tp", count, "parts of every matrix"),
-    ("--micro_batch", count, "sequences per micro-batch"),
-    ("--schedule", tuple(name for name in SCHEDULES if name != "sequential"),
-     "order of a pipeline's work; 1f1b in predict"),
-    ("--chunks", count, "stages per rank, of interleaved"),
-    ("--zero", (0, 1, 2, 3),
-     "divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"),
-    ("--sequence_parallel", None, "split the positions, too, outside the cut matrices"),
-    ("--recompute", ("never", "selective", "always"),
-     "activations in backward; selective: of attention only; never in predict"),
-    ("--precision", ("bf16", "fp16", "fp32"), "default: bf16"),
+PRESET: Option = (
+    "--model", tuple(PRESETS), "a preset, whose sizes the next options change; or give them all"
 )  # fmt: skip
 TOP: Option = ("--top", count, "layouts to show; default: 5")
 SIMULATE: tuple[Option, ...] = (
@@ -104,14 +90,23 @@ SIMULATE: tuple[Option, ...] = (
     ("--exchange", str, "of gradients, at the end; default: 0"),
     ("--update", str, "of parameters, after it; default: 0"),
     ("--transfer", float, "a message between neighbours; default: 0"),
-    ("--no_overlap", None, "messages hold up their sender"),
-    ("--exchange_after", None, "the exchange waits for the last backward to end"),
+    ("--no_overlap", bool, "messages hold up their sender"),
+    ("--exchange_after", bool, "the exchange waits for the last backward to end"),
     ("--activations", str, "what one micro-batch holds on a rank, in any unit; default: 1"),
-    ("--early_gradients", None, "send gradients before W, as our programs do"),
-    ("--timeline", None, "with --json: every action, too"),
+    ("--early_gradients", bool, "send gradients before W, as our programs do"),
+    ("--timeline", bool, "with --json: every action, too"),
 )  # fmt: skip
 PER_STAGE = dict.fromkeys(("forward", "backward_input", "backward_weight", "activations"), "1")
 PER_STAGE |= dict.fromkeys(("recompute", "exchange", "update"), "0")
+
+
+def options_from(kind: type) -> Iterator[Option]:
+    """The documented fields of a model or a layout, also by train.py's names."""
+    hints = get_type_hints(kind, include_extras=True)
+    for name, meaning in helps_of(kind).items():
+        names = [other for other, column in SPELLINGS.items() if column == name]
+        hint = bool if hints[name] is bool else choices(hints[name]) or count
+        yield " ".join(f"--{each}" for each in (*names, name)), hint, meaning
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,21 +122,20 @@ def _parser() -> argparse.ArgumentParser:
             group = made.add_argument_group(title)
             for names, kind, meaning in options:
                 settings: dict[str, Any] = {"help": meaning, "required": names in needed}
-                if kind is None:
-                    settings |= {"action": "store_true", "default": None}
-                elif isinstance(kind, tuple):
+                if isinstance(kind, tuple):
                     settings |= {"choices": kind, "type": type(kind[0])}
                 else:
-                    settings["type"] = kind
-                group.add_argument(*names.split(), **settings)
+                    settings |= values_of(kind)
+                own = names.split()
+                group.add_argument(*own, dest=own[-1].removeprefix("--"), **settings)
         return made
 
     for name, text, own in (
         ("predict", "Predict the seconds and the memory of a step.", ()),
         ("search", "Find the fastest layout that fits. What is given of it is not varied.", (TOP,)),
     ):
-        layout = (*LAYOUT, *own)
-        made = command(name, text, ["--batch_size"], model=MODEL, layout=layout, machine=MACHINE)
+        model, layout = (PRESET, *options_from(Model)), (*options_from(Layout), *own)
+        made = command(name, text, ["--batch_size"], model=model, layout=layout, machine=MACHINE)
         made.set_defaults(machine="a100-80gb", precision="bf16", top=5)
     text = "Compare measured runs with their predictions."
     made = command("check", text, ["--machine"], machine=MACHINE)
@@ -160,11 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     """Raises ValueError."""
-    model = model_of(
-        args.model, layers=args.n_layer, hidden=args.n_embd, heads=args.n_head,
-        kv_heads=args.kv_heads, ffn=args.ffn, vocab=args.vocab_size, seq=args.seq,
-        gated_mlp=args.gated_mlp, tied=False if args.untied else None,
-    )  # fmt: skip
+    model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
     return model, machine(args.machine, args.network, args.link)
 
 
@@ -207,11 +197,8 @@ def say_prediction(found: PricedStep) -> None:
 def run_predict(args: argparse.Namespace) -> None:
     """`predict`."""
     model, where = model_and_machine(args)
-    names = ("batch_size", *search.NAMES)
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    cut = given.get("pp", 1) * given.get("tp", 1)
-    dp = given.setdefault("dp", max(1, (args.gpus or 1) // cut))
-    found = PricedStep(model, Layout(args.gpus or dp * cut, **given), where)
+    layout = layout_of(**{name: getattr(args, name) for name in ("batch_size", *LAYOUT)})
+    found = PricedStep(model, layout, where)
     print(json.dumps(as_json(found), indent=1)) if args.json else say_prediction(found)
 
 
@@ -313,8 +300,13 @@ def run_simulate(args: argparse.Namespace) -> None:
         return
     whole = simulator.schedule != find(args.schedule, args.chunks)(n, m)
     how = ", whole backwards; our programs send gradients early: --early_gradients" if whole else ""
-    print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n\n"
-          f"step                {found.seconds:10.6g}\n"
+    print(f"{args.schedule}, {n} ranks, {m} micro-batches{how}\n")
+    say_simulation(found, peaks)
+
+
+def say_simulation(found: Simulation, peaks: Sequence[float]) -> None:
+    """Prints it."""
+    print(f"step                {found.seconds:10.6g}\n"
           f"bubble              {found.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
           f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank")  # fmt: skip

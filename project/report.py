@@ -142,19 +142,18 @@ class Reported(Run):
         if self.machine is None or "n_embd" not in size:
             return None
         (dp, pp, tp), batch, m = self.shape, used["batch_size"], used.get("num_microbatches") or 1
-        gpus = dp * pp * tp
         model = describe.model_of(
             None, layers=size["n_layer"], hidden=size["n_embd"], heads=size["n_head"],
             vocab=size["vocab_size"], seq=round(self.positions / batch),
         )  # fmt: skip
-        recompute = "never" if used.get("recompute") in (None, "never") else "always"
-        layout = describe.Layout(
-            gpus, dp, tp, pp, -(-batch // (dp * m)), batch, used.get("schedule") or "1f1b",
-            used.get("chunks") if used.get("schedule") == "interleaved" else None,
-            used.get("zero") or 0, bool(used.get("sequence_parallel")), recompute,
-            used.get("precision") or "fp32",
+        layout = describe.layout_of(
+            dp=dp, pp=pp, tp=tp, micro_batch=-(-batch // (dp * m)), batch_size=batch,
+            chunks=used.get("chunks") if used.get("schedule") == "interleaved" else None,
+            recompute="never" if used.get("recompute") in (None, "never") else "always",
+            precision=used.get("precision") or "fp32",
+            **{name: used.get(name) for name in ("schedule", "zero", "sequence_parallel")},
         )  # fmt: skip
-        machine = self.machine.shared(gpus) if used.get("cores") else self.machine
+        machine = self.machine.shared(layout.gpus) if used.get("cores") else self.machine
         return PricedStep(model, layout, machine, legal=False)
 
     def planned_memory(self) -> list[float]:

@@ -71,13 +71,16 @@ def test_more_nodes_have_less_bandwidth_if_it_was_measured_so(nodes: int, measur
 def test_memory_is_what_can_be_counted() -> None:
     """gpt2-medium without recomputation in bf16: 2 bytes a parameter, 4 its gradient, 12 of the
     optimizer, and what ZeRO shards of them. Under ZeRO-3 the parameters are in fp32, and the
-    optimizer has no others."""
+    optimizer has no others; two blocks, with one's gradients, and the table are gathered."""
+    working = []
     for zero, bytes_each in (
         (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (4 / 8, 4 / 8, 8 / 8)),
     ):  # fmt: skip
         layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
         (found,) = PricedStep(MODEL, layout, A100).memory
         assert found[:3] == pytest.approx([MODEL.parameters * size for size in bytes_each])
+        working.append(found.working)
+    assert working[3] - working[2] == 2 * (3 * MODEL.block + MODEL.table)
     # 1F1B's stage s of 4 holds 4 - s micro-batches; the last one logits, too.
     staged = PricedStep(MODEL, Layout(4, pp=4, batch_size=64, micro_batch=4), A100).memory
     one = staged[2].activations / 2
@@ -277,13 +280,13 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         m, b = draw.randrange(1, 60), draw.choice((1, 2, 8))
         zero = draw.randrange(2 if pp > 1 else 4)
         layout = Layout(
-            dp * pp * tp, dp, tp, pp, b, dp * b * m, schedule, None, zero,
+            dp * pp * tp, dp, pp, tp, b, dp * b * m, schedule, None, zero,
             recompute=draw.choice(("never", "always")),
             order=draw.choice(("dp-pp-tp", "pp-dp-tp")),
         )  # fmt: skip
         where = replace(
             machine(draw.choice(("a100-80gb", "h100"))), skew=draw.choice((0, 0.2)),
-            overlap=overlap, backward=draw.choice(("whole", "early")),  # type: ignore[arg-type]
+            overlap=overlap, backward=draw.choice(("whole", "early")),
         )  # fmt: skip
         step = PricedStep(MODEL, layout, where)
         simulated = step.simulator(m).run(step.work()).seconds
