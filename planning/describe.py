@@ -80,7 +80,7 @@ class Model:
         return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
 
 
-PRESETS = {
+MODELS = {
     "gpt2-mini": Model(4, 256, 4, 1024, 4096, 128),
     "gpt2": Model(12, 768, 12, 3072, 50257, 1024),
     "gpt2-medium": Model(24, 1024, 16, 4096, 50257, 1024),
@@ -333,9 +333,9 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     """A preset, with the sizes that are given in place of its own, or a model of sizes alone. The
     MLP is 4 times as wide as the model, unless the preset or the sizes say otherwise."""
     given = {name: size for name, size in sizes.items() if size is not None}
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
-    known = asdict(PRESETS[preset]) if preset is not None else {}
+    if preset is not None and preset not in MODELS:
+        raise ValueError(f"model {preset}: one of {', '.join(MODELS)}, or sizes instead")
+    known = asdict(MODELS[preset]) if preset is not None else {}
     if "hidden" in given:
         known["ffn"] = 4 * given["hidden"]
     given = known | given

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any, get_type_hints
 
 from .cost import LOGITS, PricedStep
-from .describe import PRESETS, Layout, Machine, Model, as_number, choices, layout_of, model_of
+from .describe import MODELS, Layout, Machine, Model, as_number, choices, layout_of, model_of
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 MEASURED = ("seconds_per_step", "memory_gb", "fits")
@@ -135,7 +135,7 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row."""
     cells = Cells(row)
     preset = cells.get("model")
-    if preset not in PRESETS and "layers" in cells:  # a name of its own
+    if preset not in MODELS and "layers" in cells:  # a name of its own
         preset = None
     model = model_of(preset, **({} if preset else {"vocab": 51200}) | cells.fields(SIZES))
     given = {"precision": "bf16" if "bf16" in machine.tflops else "fp16"} | cells.fields(LAYOUT)

@@ -121,7 +121,8 @@ def continuations(
 
     decoder = SamplingDecoder(trained.model, args.temperature, args.top_k)
     rows = continue_all(
-        decoder, prompts, most, stop, len(tokenizer), device, args.batch_size, "Generating", sampling if args.temperature else None,
+        decoder, prompts, most, stop, len(tokenizer), device, args.batch_size, "Generating",
+        sampling if args.temperature else None,
     )  # fmt: skip
     found = []
     for i, row in enumerate(rows):

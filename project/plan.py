@@ -36,8 +36,8 @@ from planning import search
 from planning.cost import PricedStep
 from planning.describe import (
     LINKS,
+    MODELS,
     NETWORKS,
-    PRESETS,
     Layout,
     Machine,
     Model,
@@ -75,7 +75,7 @@ MACHINE: tuple[Option, ...] = (
     ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
 )  # fmt: skip
 PRESET: Option = (
-    "--model", tuple(PRESETS), "a preset, whose sizes the next options change; or give them all"
+    "--model", tuple(MODELS), "a preset, whose sizes the next options change; or give them all"
 )  # fmt: skip
 TOP: Option = ("--top", count, "layouts to show; default: 5")
 SIMULATE: tuple[Option, ...] = (

@@ -119,7 +119,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def test_a_name_means_one_thing() -> None:
-    """Files, and the classes and public functions at their top level."""
+    """Files, and the classes, public functions and names of types at their top level."""
     defined: dict[str, set[str]] = defaultdict(set)
     for path, tree in TREES.items():
         if path.stem not in ("__init__", "gpt2"):  # GPT-2 whole, and cut: the same idea
@@ -127,6 +127,10 @@ def test_a_name_means_one_thing() -> None:
         for node in tree.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_":
                 defined[node.name].add(said(path))
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                name = ast.unparse(target)
+                if name[0].isupper() and not name.isupper():  # of a type, and no constant
+                    defined[name].add(said(path))
     del defined["main"]  # what every program has
     assert {name for name, where in defined.items() if len(where) > 1} == set()
 
