@@ -1,4 +1,4 @@
-"""Repeats what docs/planning.md says about errors.
+"""Repeats what docs/planning.md and docs/planning_details.md say about errors.
 
     python -m benchmarks.planner           runs that no constant was fitted to: benchmarks/runs
     python -m benchmarks.planner FOLDER    the calibration, also with a part of the runs left out

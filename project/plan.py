@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, text: str, needed: Sequence[str] = (), **groups: Sequence[Option]
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, help=text)
-        made.add_argument("--json", action="store_true", help="its keys are in docs/planning.md")
+        made.add_argument("--json", action="store_true", help="its keys are in docs/planning_details.md")
         for title, options in groups.items():
             group = made.add_argument_group(title)
             for names, kind, meaning in options:
@@ -159,7 +159,7 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
 
 
 def as_json(found: PricedStep) -> dict[str, Any]:
-    """The keys that docs/planning.md describes."""
+    """The keys that docs/planning_details.md describes."""
     return {
         "seconds_per_step": found.seconds, "tokens_per_second": found.tokens_per_second,
         "tflops_per_gpu": found.tflops, "bubble": found.bubble, "seconds": found.parts,

@@ -145,7 +145,7 @@ def test_errors_on_measured_runs(table: str, name: str, limits: dict[str, float]
 
 
 def test_the_errors_on_runs_that_nothing_was_fitted_to_are_those_of_the_documentation() -> None:
-    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    text = (ROOT / "docs" / "planning_details.md").read_text("utf-8")
     rows = re.findall(r"^\| ([\w-]+) \|[^|]*\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.M)
     assert [name for name, *_ in rows] == list(UNSEEN)
     for name, number, mean, worst in rows:
