@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, text: str, needed: Sequence[str] = (), **groups: Sequence[Option]
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, help=text)
-        made.add_argument("--json", action="store_true", help="its keys are in docs/planning_details.md")
+        made.add_argument("--json", action="store_true", help="keys: docs/planning_details.md")
         for title, options in groups.items():
             group = made.add_argument_group(title)
             for names, kind, meaning in options:
