@@ -1,7 +1,7 @@
 """Tables of measured runs: reads them, predicts their rows, and sums up how wrong that is.
 
 A table is a CSV file; a row is a run. COLUMNS are its columns, REQUIRED those that it needs; names
-and words may be those of train.py, too. What is assumed where it is silent: docs/planning_details.md.
+and words may be those of train.py, too. docs/planning_details.md says what is assumed otherwise.
 
 Every mistake is a ValueError of one sentence with the value, the rule, and what works.
 """
