@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import signal
 import sys
 import threading
@@ -77,8 +76,8 @@ def say(text: str) -> None:
 def of_memory(error: BaseException) -> str:
     """A line above the traceback if there was too little memory, of the CPU or of a GPU; else
     nothing. torch says the former with a plain RuntimeError."""
-    words = f"{type(error).__name__}: {error}"
-    if not re.search("MemoryError|can't allocate memory|[Cc]annot allocate memory", words):
+    of_kind = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not of_kind and "allocate memory" not in str(error):
         return ""
     return (
         "It ran out of memory. A smaller --batch_size, more --num_microbatches and --recompute "
