@@ -46,6 +46,7 @@ def start_server() -> None:
         importlib.import_module(library)
     torch.set_num_threads(1)  # a fork has no others
     gc.freeze()  # what the libraries hold is not searched for garbage any more
+    gc.enable()
     with patch("multiprocessing.util.spawnv_passfds", _fork):
         forkserver.ensure_running()
 
@@ -56,6 +57,8 @@ def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
     child = os.fork()
     if child == 0:
         try:
+            server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+            server._lock.release()  # the caller's: a process of this server may start one, too
             for fd in {int(path.name) for path in Path("/dev/fd").iterdir()} - {*passed}:
                 with suppress(OSError):  # the list's own
                     if any(os.path.sameopenfile(fd, other) for other in passed):
