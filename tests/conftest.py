@@ -21,7 +21,7 @@ from tests.device.session import Device
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-# Until `start_server`: what is imported stays, and to search it for garbage takes a fifth of the time.
+# Until `start_server`: what is imported stays. To search it for garbage takes a fifth of the time.
 gc.disable()
 
 # The threads of an operator wait for each other asleep. By default they spin, which takes the cores
