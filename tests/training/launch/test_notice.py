@@ -102,7 +102,7 @@ def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) 
     [
         ("train tensor --save_every 2", STEP, 2, 5),
         ("run_data_parallel", TURN, 2, 6),  # in the validation, which has three turns
-        ("train 3d --dp 2", TURN, 20, 6),  # in the translation
+        ("train 3d --dp 2", TURN, 8, 6),  # in the translation
     ],
 )
 def test_notice_to_one_rank_ends_all(
