@@ -9,10 +9,13 @@ rank's traceback.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,6 +32,7 @@ from runtime.shared_memory import SharedBuffers
 from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
+STOPS = sys.platform == "linux"  # idle ranks are stopped; elsewhere nobody might end them
 LIBRARIES = [
     "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "sacrebleu",
     "tests.project.programs",
@@ -76,6 +80,9 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
+    if STOPS:  # also when the tests end: the server does not wait for it, and the system ends both
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
     store = connect(LOOPBACK, port, LIMIT)
     setup(rank, world_size, backend, store=store, timeout=LIMIT)
@@ -94,8 +101,8 @@ def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connectio
 
 def end_groups() -> None:
     """Ends the groups that this rank's last work has made, when all ranks are done with it. A group
-    has a thread of gloo that wakes a hundred times a second: those of a session took a core. One of
-    NCCL's that has been used keeps memory of the GPU, some in the hundreds of megabytes."""
+    has a thread of gloo that wakes a hundred times a second. One of NCCL's that has been used keeps
+    memory of the GPU, some in the hundreds of megabytes."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
@@ -129,6 +136,7 @@ class Ranks:
         """What function(rank, world_size, *args) returns on each rank."""
         assert not self.broken, "an earlier test has ended these ranks"
         self.broken = True  # until all have answered
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -141,7 +149,14 @@ class Ranks:
                 assert fine, f"rank {rank} failed:\n{value}"
                 results[rank] = value
         self.broken = False
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _signal(self, number: int) -> None:
+        """Ranks are stopped while they have nothing to do: of each, gloo's threads would take 5 ms
+        of every second, and a session has forty ranks."""
+        for process in self.processes if STOPS else ():
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         """Ends the processes, which have nothing to put in order: their exit would take seconds."""
