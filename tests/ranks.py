@@ -38,6 +38,8 @@ LIBRARIES = [
     "tests.project.programs",
 ]  # fmt: skip
 
+of_server: Any = forkserver._forkserver  # what a process knows of its server
+
 
 def server() -> Any:
     """The context of processes that are forked from the server."""
@@ -61,8 +63,7 @@ def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
     child = os.fork()
     if child == 0:
         try:
-            server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-            server._lock.release()  # the caller's: a process of this server may start one, too
+            of_server._lock.release()  # the caller's: a process of this server may start one, too
             for fd in {int(path.name) for path in Path("/dev/fd").iterdir()} - {*passed}:
                 with suppress(OSError):  # the list's own
                     if any(os.path.sameopenfile(fd, other) for other in passed):
@@ -81,7 +82,7 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
     if STOPS:  # also when the tests end: the server does not wait for it, and the system ends both
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        os.close(of_server._forkserver_alive_fd)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
     store = connect(LOOPBACK, port, LIMIT)

@@ -75,8 +75,8 @@ def course_commands(page: str, containing: str = "") -> list[str]:
 def _begin(
     decoder: Any, prompts: Sequence[Any], most: Sequence[int], *args: Any, **options: Any
 ) -> list[list[int]]:
-    """`continue_all`, but ten tokens at most: to the end there are test_translations.py and
-    test_language.py. What a tiny model writes does not end, and would take half of a run."""
+    """`continue_all`, but ten tokens at most: what a tiny model writes does not end, and would take
+    half of a run. (test_translations.py translates to the end.)"""
     return continue_all(decoder, prompts, [min(n, 10) for n in most], *args, **options)
 
 

@@ -93,7 +93,7 @@ def misfortunes(world: World, folder: Path) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter starts the ranks
-    launcher.libraries = lambda _: []  # they make no optimizer
+    launcher.libraries = lambda args: []  # noqa: ARG005 (they make no optimizer)
 
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
