@@ -9,10 +9,13 @@ rank's traceback.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,10 +32,13 @@ from runtime.shared_memory import SharedBuffers
 from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
+STOPS = sys.platform == "linux"  # idle ranks are stopped; elsewhere nobody might end them
 LIBRARIES = [
     "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "sacrebleu",
     "tests.project.programs",
 ]  # fmt: skip
+
+of_server: Any = forkserver._forkserver  # what a process knows of its server
 
 
 def server() -> Any:
@@ -46,6 +52,7 @@ def start_server() -> None:
         importlib.import_module(library)
     torch.set_num_threads(1)  # a fork has no others
     gc.freeze()  # what the libraries hold is not searched for garbage any more
+    gc.enable()
     with patch("multiprocessing.util.spawnv_passfds", _fork):
         forkserver.ensure_running()
 
@@ -56,6 +63,7 @@ def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
     child = os.fork()
     if child == 0:
         try:
+            of_server._lock.release()  # the caller's: a process of this server may start one, too
             for fd in {int(path.name) for path in Path("/dev/fd").iterdir()} - {*passed}:
                 with suppress(OSError):  # the list's own
                     if any(os.path.sameopenfile(fd, other) for other in passed):
@@ -73,6 +81,9 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
+    if STOPS:  # also when the tests end: the server does not wait for it, and the system ends both
+        os.close(of_server._forkserver_alive_fd)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
     store = connect(LOOPBACK, port, LIMIT)
     setup(rank, world_size, backend, store=store, timeout=LIMIT)
@@ -91,8 +102,8 @@ def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connectio
 
 def end_groups() -> None:
     """Ends the groups that this rank's last work has made, when all ranks are done with it. A group
-    has a thread of gloo that wakes a hundred times a second: those of a session took a core. One of
-    NCCL's that has been used keeps memory of the GPU, some in the hundreds of megabytes."""
+    has a thread of gloo that wakes a hundred times a second. One of NCCL's that has been used keeps
+    memory of the GPU, some in the hundreds of megabytes."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
@@ -126,6 +137,7 @@ class Ranks:
         """What function(rank, world_size, *args) returns on each rank."""
         assert not self.broken, "an earlier test has ended these ranks"
         self.broken = True  # until all have answered
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -138,7 +150,14 @@ class Ranks:
                 assert fine, f"rank {rank} failed:\n{value}"
                 results[rank] = value
         self.broken = False
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _signal(self, number: int) -> None:
+        """Ranks are stopped while they have nothing to do: of each, gloo's threads would take 5 ms
+        of every second, and a session has forty ranks."""
+        for process in self.processes if STOPS else ():
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         """Ends the processes, which have nothing to put in order: their exit would take seconds."""

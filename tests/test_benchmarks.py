@@ -74,7 +74,7 @@ def test_meshes_take_a_step(four_ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [recompute.memory, recompute.times])
 def test_recomputation(monkeypatch: pytest.MonkeyPatch, rows: Callable[[], Any]) -> None:
-    sizes = {"BLOCKS": 2, "LENGTH": 8, "COUNTED": 16, "TIMED": 16, "MICROBATCHES": (4,)}
+    sizes = {"BLOCKS": 2, "LENGTH": 8, "COUNTED": 16, "TIMED": 16, "MICROBATCHES": (2,)}
     for name, value in (sizes | {"ROUNDS": 2}).items():
         monkeypatch.setattr(recompute, name, value)
     assert rows()

@@ -116,7 +116,7 @@ def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Llama."""
-    monkeypatch.setattr(any_model, "STEPS", 6)
+    monkeypatch.setattr(any_model, "STEPS", 3)
     model, second_stage = any_model.models()[1]  # GPT-2: tests/pipeline/tracing/test_trace.py
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

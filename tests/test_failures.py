@@ -20,7 +20,7 @@ START = 120.0  # seconds that the start of ranks may take here, on a busy machin
 SOON = 30.0  # ... and their end
 LIGHT = [sys.executable, "-m", "tests.training.programs"]
 RESTARTED = [
-    sys.executable, *TORCHRUN_COMMAND, "--max-restarts", "2", "-m", "tests.training.programs",
+    sys.executable, *TORCHRUN_COMMAND, "--max-restarts", "1", "-m", "tests.training.programs",
 ]  # fmt: skip
 
 
@@ -60,15 +60,13 @@ def test_three_runs_at_once(tmp_path: Path) -> None:
 
 
 def test_misfortunes_under_torchrun(tmp_path: Path) -> None:
-    """A rank raises; both find a mistake of the user's; and at last torchrun is killed, a rank
-    being stopped."""
+    """A rank raises; then torchrun is killed, a rank being stopped."""
     with Run([*RESTARTED, "misfortunes", str(tmp_path)], tmp_path, TORCHRUN) as run:
         last = [tmp_path / f"{rank}.json" for rank in range(2)]
         assert until(lambda: all(file.exists() for file in last), START), run.said()
         said = run.said()
         assert FAILED.findall(said)[0] == "1"  # the first; the other may say that it is gone
-        once = ["ValueError: the bug of rank 1", "--model x: no such model; --model gpt2 works"]
-        assert [said.count(words) for words in once] == [1] * len(once), said
+        assert said.count("ValueError: the bug of rank 1") == 1, said
         run.look()
         run.ranks()[0].send_signal(signal.SIGSTOP)
         run.process.kill()

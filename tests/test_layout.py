@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,24 @@ ROOMS_MAY_IMPORT = {  # of other rooms of the same package
     "pipeline/schedules": set[str](),
 }
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-TREES = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
 
 
 def said(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """What a file says."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
 def imported(path: Path) -> set[Path]:
     """The files of this project that a file imports, also inside its functions."""
     package = path.relative_to(ROOT).parent.parts
     names: set[str] = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -52,18 +59,15 @@ def imported(path: Path) -> set[Path]:
     return {file for file in candidates if file.is_file()}
 
 
-IMPORTED = {path: imported(path) for path in FILES}
-
-
 def brought_in(path: Path) -> set[Path]:
     """The files that a file imports, directly or not."""
     seen: set[Path] = set()
-    waiting = set(IMPORTED[path])
+    waiting = set(imported(path))
     while waiting:
         file = waiting.pop()
-        if file in TREES:  # not a test's
+        if file in FILES:  # not a test's
             seen.add(file)
-            waiting |= IMPORTED[file] - seen
+            waiting |= imported(file) - seen
     return seen
 
 
@@ -71,7 +75,7 @@ def code_of(path: Path) -> int:
     """Lines that hold a statement, without docstrings, comments, blank lines and imports: a
     docstring or a comment that helps a reader costs nothing."""
     lines: set[int] = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree(path)):
         if not isinstance(node, ast.stmt) or isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -94,9 +98,9 @@ def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: in
 
 def test_imports_point_one_way() -> None:
     wrong = []
-    for path, others in IMPORTED.items():
+    for path in FILES:
         package, room = said(path).split("/")[0], said(path.parent)
-        for other in others:
+        for other in imported(path):
             there, its_room = said(other).split("/")[0], said(other.parent)
             if there != package and there not in MAY_IMPORT[package]:
                 wrong.append(f"{said(path)} imports {said(other)}")
@@ -121,10 +125,10 @@ def test_no_two_files_import_each_other() -> None:
 def test_a_name_means_one_thing() -> None:
     """Files, and the classes, public functions and names of types at their top level."""
     defined: dict[str, set[str]] = defaultdict(set)
-    for path, tree in TREES.items():
+    for path in FILES:
         if path.stem not in ("__init__", "gpt2"):  # GPT-2 whole, and cut: the same idea
             defined[f"{path.stem}.py"].add(said(path))
-        for node in tree.body:
+        for node in tree(path).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_":
                 defined[node.name].add(said(path))
             for target in node.targets if isinstance(node, ast.Assign) else ():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "tutorial").glob("[0-9]_*.py"))
@@ -18,36 +17,15 @@ NAMES = [chapter.stem for chapter in CHAPTERS]
 OURS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 
 
-# They share a process and the server that their ranks come from: each would import torch twice.
-RUN = """
-import runpy, sys
-
-for chapter in sys.argv[1:]:
-    print("chapter", chapter, flush=True)
-    runpy.run_path(chapter, run_name="__main__")
-"""
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each chapter prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, CHAPTERS)], cwd=tmp_path_factory.mktemp("chapters"),
-        capture_output=True, text=True, timeout=110, check=False,
-        env={
-            **os.environ, "PYTHONPATH": str(ROOT / "tutorial"), "PYTHONDONTWRITEBYTECODE": "1",
-            "STEPS": "10",
-        },
-    )  # fmt: skip
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
+def test_it_learns_and_agrees_with_one_process(
+    chapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPS", "10")
+    done = run_warm([str(chapter)], tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    texts = re.split("^chapter .*\n", done.stdout, flags=re.MULTILINE)
-    return dict(zip(NAMES, texts[1:], strict=True))
-
-
-@pytest.mark.parametrize("chapter", NAMES)
-def test_it_learns_and_agrees_with_one_process(said: dict[str, str], chapter: str) -> None:
-    *_, last = said[chapter].splitlines()
-    rows = re.findall(r"^ *\d+((?: +\d\.\d{6})+)$", said[chapter], re.MULTILINE)
+    *_, last = done.stdout.splitlines()
+    rows = re.findall(r"^ *\d+((?: +\d\.\d{6})+)$", done.stdout, re.MULTILINE)
     assert len(rows) == 2
     for first, final in zip(rows[0].split(), rows[-1].split(), strict=True):
         assert float(first) > 7 and float(final) < float(first) - 0.5

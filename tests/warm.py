@@ -5,8 +5,10 @@ core each. Most tests ask what a program says and leaves, and not how Python sta
 
 Idea: the process is forked from the server that the ranks of a test come from (tests/ranks.py), and
 forks its ranks itself. The rest is as from a shell: its command line, folder, environment, and what
-it writes on file descriptors 1 and 2. Tests of starting and ending start real programs. So do those
-of the tutorial, whose programs host the store: a rank that is forked beside its thread may hang.
+it writes on file descriptors 1 and 2. Tests of starting and ending start real programs.
+
+Those of the tutorial ask `multiprocessing` for a server, and host the store of their ranks. A rank
+that is forked beside the store's thread may hang: so they get a server before they begin.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from tests.chaos.run import until
-from tests.ranks import server
+from tests.ranks import server, start_server
 
 LIMIT = 110.0  # seconds that a program may take
 SOON = 5.0  # ... and the processes that it has started, to end after it
@@ -121,7 +122,7 @@ def _program(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    torch.set_num_threads(1)  # threads of this process would be missing in those it forks
+    start_server()
     fork = mp.get_context("fork")
     pytest.MonkeyPatch().setattr("training.launch.launch.get_context", lambda _: fork)
     sys.argv = command

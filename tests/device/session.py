@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import inspect
 import multiprocessing as mp
 import os
@@ -28,6 +29,8 @@ LIMIT = 100.0  # seconds that a function may take, the first with the start
 
 
 def _serve(inbox: Connection) -> None:
+    gc.disable()  # until `start_server`
+
     from tests.ranks import start_server  # imports torch
 
     start_server()

@@ -8,7 +8,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,9 @@ from training.launch.errors import RunError
 from training.launch.world import choose_device
 from training.results import Totals
 from training.resume import Saving, find_resume
+from training.tasks import texts
 from training.tasks.any_text import END
+from training.tasks.generation import continue_all
 from training.weights import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +72,22 @@ def course_commands(page: str, containing: str = "") -> list[str]:
     return [f"{program} {options}" for program, options in found if containing in options]
 
 
+def _begin(
+    decoder: Any, prompts: Sequence[Any], most: Sequence[int], *args: Any, **options: Any
+) -> list[list[int]]:
+    """`continue_all`, but ten tokens at most: what a tiny model writes does not end, and would take
+    half of a run. (test_translations.py translates to the end.)"""
+    return continue_all(decoder, prompts, [min(n, 10) for n in most], *args, **options)
+
+
+read_lines = texts._ParallelLines._lines
+
+
+def _first_lines(self: Any, key: str) -> Iterator[str]:
+    """Of 10,000 that each rank would read: no run here takes more than 300."""
+    return islice(read_lines(self, key), 400)
+
+
 class _Stop(BaseException):
     """In the middle of a run."""
 
@@ -83,7 +102,7 @@ def on_rank(
     rank: int, world_size: int, line: str, tamper: Tamper | None = None, stop_at: int | None = None
 ) -> tuple[str, str | None]:
     """What a rank prints, less pictures, and how it ends: the text of a RunError, or None. With
-    `stop_at` it ends after that step."""
+    `stop_at` it ends after that step. A translation has ten tokens."""
     program, printed = line.split()[0], io.StringIO()
     after_step = Saving.after_step
 
@@ -96,6 +115,8 @@ def on_rank(
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("project.figures.style.plot_training", lambda path, *_: path)
         patch.setattr(Saving, "after_step", stop)
+        patch.setattr("training.tasks.generation.continue_all", _begin)
+        patch.setattr(texts._ParallelLines, "_lines", _first_lines)
         if tamper is not None:
             tamper(rank, patch)
         args = parse(line)

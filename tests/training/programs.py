@@ -17,8 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from training.launch import launch as launcher
 from training.launch.errors import UserError, refuse, signals_end, torchrun_world_size
-from training.launch.launch import launch
 from training.launch.world import World
 from training.options import Options
 
@@ -88,11 +88,12 @@ def misfortunes(world: World, folder: Path) -> None:
     (folder / f"attempt{attempt}").touch()
     if attempt == 0:
         raise_on_one(world)
-    elif attempt == 1:
-        user_error(world)
     else:
         meet(world, folder)
 
+
+if __name__ in ("__main__", "__mp_main__"):  # the latter starts the ranks
+    launcher.libraries = lambda args: []  # noqa: ARG005 (they make no optimizer)
 
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
@@ -101,6 +102,6 @@ if __name__ == "__main__":
     )
     with signals_end():
         try:
-            launch(globals()[name], settings, *map(Path, folders))
+            launcher.launch(globals()[name], settings, *map(Path, folders))
         except UserError as error:
             refuse(f"{error}\n")

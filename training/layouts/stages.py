@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -179,7 +180,7 @@ class Staged(MeshLayout):
         if self.sharded is not None:
             self.sharded.publish()
 
-    @property
+    @cached_property
     def _names(self) -> dict[Tensor, str]:
         return {p: name for name, p in self.pipe.named_parameters().items()}
 

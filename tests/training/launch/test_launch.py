@@ -37,12 +37,11 @@ from training.launch.meeting import agree_on_backend, fresh_part, listen, meet, 
 from training.launch.world import World, choose_device
 from training.options import Options
 
-TWO_RANKS = Options(world_size=2, model="vgg16", device="cpu", timeout=60)
-
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
     """With more work than a pipe holds."""
-    launch(programs.describe, TWO_RANKS, tmp_path, "x" * 1_000_000)
+    ended = run_warm([programs.__file__, "describe", str(tmp_path), "x" * 1_000_000], tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     for rank, mine in enumerate([cores[:half], cores[half : 2 * half]] if half else [cores] * 2):

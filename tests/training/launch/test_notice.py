@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from tests.ranks import Ranks
 from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
+from training.launch.errors import GRACE, UserError
 from training.launch.notice import Ended, given, heeded
 from training.launch.world import World
 from training.resume import Saving
@@ -54,7 +56,6 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
     alone, bit for bit."""
     line = f"train pipeline {TINY} --n_train 240 --benchmark_only --async_save true --workdir "
     alone, work = tmp_path / "alone", tmp_path / "work"
-    assert run(f"{line}{alone}", ranks)[1] is None
     _, *words = f"{line}{work} --world_size 2".split()
     program = Terminal([str(ROOT / "project" / "train.py"), *words], tmp_path)
     while len(losses(work)) < 3:
@@ -66,9 +67,11 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
     done = len(losses(work))
     said = f"The run was asked to end: step {done} is saved, and --resume goes on from there."
     assert said in program.text and "Traceback" not in program.text
-    assert done < 40 and (work / ENDED).is_file()
-    assert run(f"{line}{work} --resume", ranks)[1] is None
-    assert losses(work) == losses(alone) and not (work / ENDED).exists()
+    assert done < 38 and (work / ENDED).is_file()
+    for workdir in (work, alone):
+        assert run(f"{line}{workdir} --resume", ranks, stop_at=done + 2)[1] is None
+    assert losses(work) == losses(alone) and len(losses(work)) == done + 2
+    assert not (work / ENDED).exists()
 
 
 SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
@@ -99,7 +102,7 @@ def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) 
     [
         ("train tensor --save_every 2", STEP, 2, 5),
         ("run_data_parallel", TURN, 2, 6),  # in the validation, which has three turns
-        ("train 3d --dp 2", TURN, 20, 6),  # in the translation
+        ("train 3d --dp 2", TURN, 8, 6),  # in the translation
     ],
 )
 def test_notice_to_one_rank_ends_all(
@@ -139,17 +142,26 @@ def test_only_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_e
     assert Ended().status == status
 
 
-@pytest.mark.parametrize(("local_rank", "said"), [("0", "It has ended.\n"), ("1", "")])
-def test_under_torchrun_the_first_rank_of_a_host_says_that_the_run_has_ended(
-    local_rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("local_rank", "said", "waits"), [("0", "It has ended.\n", []), ("1", "", [call(GRACE)])]
+)
+def test_under_torchrun_the_first_rank_of_a_host_says_how_the_run_has_ended(
+    local_rank: str,
+    said: str,
+    waits: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def main() -> None:
-        raise Ended("It has ended.")
-
+    """Torchrun ends the others meanwhile, if it was a mistake of the user's."""
     torchrun = {"TORCHELASTIC_RUN_ID": "run", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
     for name, value in {**torchrun, "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit) as end:
-        run_program(main)
+        run_program(Mock(side_effect=Ended("It has ended.")))
     assert (end.value.code, capsys.readouterr().err) == (0, said)
+    sleep = Mock()
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(SystemExit) as end:
+        run_program(Mock(side_effect=UserError("--model x")))
+    assert (end.value.code, sleep.mock_calls) == (2, waits)
