@@ -27,8 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
@@ -105,16 +104,22 @@ class Simulator:
 
     def _order(self) -> list[int]:
         """All actions, each after its dependencies and after those before it on its rank."""
-        waits = {k: list(needs) for k, needs in enumerate(self.needs)}
-        for k in range(1, len(waits)):
-            if self.rank[k - 1] == self.rank[k]:
-                waits[k].append(k - 1)
-        try:
-            return list(TopologicalSorter(waits).static_order())
-        except CycleError as error:
-            stuck = [self.actions[k] for k in error.args[1]]
-            named = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
-            raise ValueError(f"deadlock: each waits for the one before it: {named}") from None
+        order: list[int] = []
+        ended = [False] * len(self.actions)
+        ends = list(accumulate(map(len, self.schedule)))
+        first = [0, *ends[:-1]]  # of each rank, what it has not begun
+        while len(order) < len(ended):
+            before = len(order)
+            for r, end in enumerate(ends):
+                while first[r] < end and all(ended[needed] for needed in self.needs[first[r]]):
+                    order.append(first[r])
+                    ended[first[r]] = True
+                    first[r] += 1
+            if len(order) == before:  # nobody can start, now or ever
+                stuck = [self.actions[k] for k, end in zip(first, ends, strict=True) if k < end]
+                named = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
+                raise ValueError(f"deadlock: what comes first never can: {named}")
+        return order
 
     def run(self, work: Work) -> Simulation:
         """When everything happens, from 0."""
