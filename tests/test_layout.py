@@ -114,7 +114,7 @@ def test_imports_point_one_way() -> None:
 
 def test_the_interface_of_a_layout_brings_in_nothing_of_training() -> None:
     """When it runs: what it imports for its types alone is indented."""
-    imports = [n for n in TREES[ROOT / "training/layouts/layout.py"].body if hasattr(n, "names")]
+    imports = [n for n in tree(ROOT / "training/layouts/layout.py").body if hasattr(n, "names")]
     assert imports and not any("training" in ast.unparse(n) for n in imports)
 
 
