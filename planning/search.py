@@ -20,7 +20,7 @@ NAMES: tuple[str, ...] = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
 )  # fmt: skip
-TRIED: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
+KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
 REASONS = {
@@ -52,9 +52,9 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
         dp = gpus // (tp * pp)
         if dp * tp * pp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
             continue
-        kinds = list(TRIED[:1])
+        kinds = list(KINDS[:1])
         if pp > 1:
-            kinds = list(TRIED if pp <= 16 else TRIED[:-1])  # zbv's lists take long to make
+            kinds = list(KINDS if pp <= 16 else KINDS[:-1])  # zbv's lists take long to make
             kind = given.get("schedule", "interleaved"), given.get("chunks")
             if kind not in (*kinds, ("interleaved", None)):
                 kinds.append(kind)
@@ -139,7 +139,7 @@ def _changes(at: Layout) -> Iterator[dict[str, Any]]:
         yield {"micro_batch": at.micro_batch // 2}
     yield {"recompute": "always" if at.recompute == "never" else "never"}
     yield from ({"zero": zero} for zero in range(4 if at.pp == 1 else 2))
-    yield from ({"schedule": name, "chunks": chunks} for name, chunks in TRIED[:3])
+    yield from ({"schedule": name, "chunks": chunks} for name, chunks in KINDS[:3])
 
 
 def why(best: PricedStep, other: PricedStep) -> str:
