@@ -28,7 +28,7 @@ from runtime.ranks import Ranks
 
 from .flat import FlatPiece, Unit
 
-AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
+BYTES_AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
 
 
 class _Part(NamedTuple):
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
     def stretches(self) -> Iterator[slice]:
         """Of every rank's part, one after the other."""
-        step = max(1, AT_ONCE * len(self.shard) // self.flat.nbytes)  # elements
+        step = max(1, BYTES_AT_ONCE * len(self.shard) // self.flat.nbytes)  # elements
         for begin in range(0, len(self.shard), step):
             yield slice(begin, begin + step)
 

@@ -41,8 +41,8 @@ from runtime.ranks import Ranks
 
 BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
 MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
-MOST = 8  # processes
-ROUNDS = 5  # the speed of a shared machine drifts by a third within seconds
+MAX_PROCESSES = 8  # processes
+REPEATS = 5  # the speed of a shared machine drifts by a third within seconds
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -131,7 +131,7 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
     group, vector = Ranks(dist.group.WORLD), torch.randn(1 << 24)
-    rounds = [_figures(group, vector) for _ in range(ROUNDS)]
+    rounds = [_figures(group, vector) for _ in range(REPEATS)]
     if rank == 0:
         found = {name: median(each[name] for each in rounds) for name in rounds[0]}
         found["peak"] = peak / (2**30 if sys.platform == "darwin" else 2**20)
@@ -142,7 +142,7 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
 def calibrate() -> dict[str, Any]:
     """The figures of a machine file."""
     cores = os.cpu_count() or 1
-    ranks = min(max(2, cores), MOST)
+    ranks = min(max(2, cores), MAX_PROCESSES)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures"
         spawn(_measure, (f"{folder}/store", str(result), ranks), nprocs=ranks)

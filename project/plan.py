@@ -64,7 +64,7 @@ from project.parser import helps_of, values_of
 from training.launch.errors import refuse
 from training.options import count
 
-WIDTH = 30  # characters of a whole bar
+BAR = 30  # characters of a whole bar
 
 # An option: its names, its type or its choices, and what it means.
 Option = tuple[str, Callable[[str], Any] | tuple[Any, ...], str]
@@ -182,7 +182,7 @@ def say_prediction(found: PricedStep) -> None:
     for name, seconds in sorted(found.parts.items(), key=lambda item: -item[1]):
         share = seconds / found.seconds
         if share > 0.0005:
-            print(f"  {name:12} {'#' * round(WIDTH * share):{WIDTH}} {share:6.1%} {seconds:9.4g} s")
+            print(f"  {name:12} {'#' * round(BAR * share):{BAR}} {share:6.1%} {seconds:9.4g} s")
     print("\nMemory of a GPU, GiB\n  stage",
           *(f"{kind:>12}" for kind in (*found.memory[0]._fields, "sum")))  # fmt: skip
     for r, memory in enumerate(found.memory):

@@ -29,7 +29,7 @@ from training.tasks.task import steps_of_epoch
 from .command_line import is_it
 from .parser import O, shown
 
-SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
+SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
@@ -84,7 +84,7 @@ def settled(args: O) -> O:
         narrow = args.n_embd is not None and args.n_embd <= 512 and new["model"] in PRESETS
         rate = RATES.get(new["model"]) or (1e-3 if narrow else 1e-4)
         new["learning_rate"] = rate * (SGD_FACTOR if args.optimizer == "sgd" else 1)
-    for name, size in SIZES.items():
+    for name, size in SPLIT_SIZES.items():
         limit = getattr(args, name) or (size if args.dataset == "builtin" else "all")
         new[name] = None if limit == "all" else limit
     return replace(args, **new)

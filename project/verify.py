@@ -38,8 +38,8 @@ from training.options import Number
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 STEPS = Number(int, lambda n: n >= 2, "a whole number, 2 or more")
-WIDTH = max(len(row.name) for row in TABLE)
-HEADER = f"{'strategy':{WIDTH}}  steps     loss  gradient   weight  verdict"
+NAME_WIDTH = max(len(row.name) for row in TABLE)
+HEADER = f"{'strategy':{NAME_WIDTH}}  steps     loss  gradient   weight  verdict"
 
 
 def print_result(result: Result) -> None:
@@ -47,7 +47,7 @@ def print_result(result: Result) -> None:
     kinds = (result.loss, result.gradient, result.weight)
     numbers = "   ".join(f"{kind.value:>7.1e}" for kind in kinds)
     verdict = "FAILED" if result.failure else "equal" if result.bound else "same bits"
-    print(f"{result.name:{WIDTH}}  {result.steps:>5}  {numbers}  {verdict}", flush=True)
+    print(f"{result.name:{NAME_WIDTH}}  {result.steps:>5}  {numbers}  {verdict}", flush=True)
     if result.failure:
         print(f"    {result.failure} (at most {result.bound:.0e})", flush=True)
 

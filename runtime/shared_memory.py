@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 1 << 18  # elements added at a time, so that they stay in cache
+ELEMENTS_AT_ONCE = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
@@ -57,7 +57,7 @@ def sum_into(
     target (`accumulate`). A target may be one of the parts. On a CPU works on chunks that stay in
     cache."""
     first = targets[0]
-    chunk = CHUNK if first.device.type == "cpu" else max(1, first.numel())
+    chunk = ELEMENTS_AT_ONCE if first.device.type == "cpu" else max(1, first.numel())
     # Built up in the first target, a sum takes half the time; later parts must not lie there.
     direct = len(parts) > 1 and not accumulate and first.dtype == wide(parts[0]) == parts[0].dtype
     direct = direct and all(first.data_ptr() != part.data_ptr() for part in parts[2:])

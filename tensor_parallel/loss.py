@@ -31,7 +31,7 @@ from torch import Tensor
 from runtime.ranks import Ranks
 from runtime.shared_memory import wide
 
-CHUNK = 1 << 22  # logits at a time
+LOGITS_AT_ONCE = 1 << 22  # logits at a time
 
 
 def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
@@ -142,5 +142,5 @@ class _Chunk(NamedTuple):
 def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
-    size = max(1, CHUNK // rows)
+    size = max(1, LOGITS_AT_ONCE // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]

@@ -43,7 +43,7 @@ print(tokenizer.decode(model.generate(**ids)[0, ids.input_ids.size(1) :], skip_s
 """
 
 
-MEASURED = ("validation_loss", "bleu", "perplexity")  # by an evaluation
+SCORES = ("validation_loss", "bleu", "perplexity")  # by an evaluation
 
 
 def export(trained: Trained, folder: Path) -> None:
@@ -85,7 +85,7 @@ def _card(trained: Trained, folder: Path) -> str:
         )
         evaluations = [x for x in read_metrics(workdir) if "loss" not in x]
         for last in evaluations[-1:]:
-            measured = [f"{key} {last[key]:.3f}" for key in MEASURED if last.get(key) is not None]
+            measured = [f"{key} {last[key]:.3f}" for key in SCORES if last.get(key) is not None]
             facts.append(f"after {last['step']} steps: {', '.join(measured)}")
     prompt = "Der Mann kauft das Ei." + trained.source_end if trained.source_end else "The"
     lines = "\n".join(f"- {fact}" for fact in facts)

@@ -60,10 +60,10 @@ def spelt(name: str, value: Any) -> str:
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
 
 
-MOST = 2**32 - 1
+MAX_COUNT = 2**32 - 1
 WEEKS = 3 * 7 * 24 * 3600  # seconds; the system counts milliseconds in 31 bits
-count = Number(int, lambda n: 1 <= n <= MOST, f"a whole number from 1 to {MOST}")
-whole = Number(int, lambda n: 0 <= n <= MOST, f"a whole number from 0 to {MOST}")
+count = Number(int, lambda n: 1 <= n <= MAX_COUNT, f"a whole number from 1 to {MAX_COUNT}")
+whole = Number(int, lambda n: 0 <= n <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")
 
 Count = Annotated[int, count]
 Size = Annotated[int | None, size]  # None: all
@@ -73,9 +73,9 @@ Fraction = Annotated[float, Number(float, lambda x: 0 <= x < 1, "at least 0, bel
 Seconds = Annotated[float, Number(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")]
 ZeroStage = Annotated[int, Number(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 if TYPE_CHECKING:
-    Schedule = str  # run_pipeline.py has one more, for a device at a time
+    ScheduleName = str  # run_pipeline.py has one more, for a device at a time
 else:
-    Schedule = Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"]
+    ScheduleName = Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"]
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Processes:
 class Stages:
     """stages of a pipeline"""
 
-    schedule: Schedule = UNSET
+    schedule: ScheduleName = UNSET
     """gpipe, 1f1b (default), zb; several stages per device: interleaved, zbv, vhalf, vmin"""
     chunks: Count = UNSET
     """stages per device, of interleaved; default: 2"""

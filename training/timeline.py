@@ -35,7 +35,7 @@ from .launch.world import World
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
-KINDS = {  # kind: its name, and its lane
+EVENT_KINDS = {  # kind: its name, and its lane
     "F": ("forward", COMPUTE),
     "B": ("backward", COMPUTE),
     "I": ("backward (input)", COMPUTE),
@@ -64,7 +64,7 @@ class Event(NamedTuple):
     @property
     def lane(self) -> str:
         """`communication` or `compute`."""
-        return KINDS[self.kind][1]
+        return EVENT_KINDS[self.kind][1]
 
 
 class Timeline:
@@ -110,7 +110,7 @@ class Timeline:
     @contextmanager
     def around(self, kind: str, stage: int, microbatch: int, peer: int) -> Iterator[None]:
         """Notes the start and the end of an action, and makes it a range of the profile."""
-        name = KINDS.get(kind, (kind,))[0]
+        name = EVENT_KINDS.get(kind, (kind,))[0]
         self.last.note(name, stage, microbatch, peer)
         label = f"{name}, micro-batch {microbatch}" if microbatch >= 0 else name
         with self.range(f"{label}, stage, layer or bucket {stage}" if stage >= 0 else label):

@@ -13,7 +13,7 @@ from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_
 from pipeline.schedules.schedule import FORWARD, Action, clocks
 from planning.simulate import Simulation, Simulator, Work
 from training.launch.errors import UserError
-from training.timeline import COMMUNICATION, KINDS, Event
+from training.timeline import COMMUNICATION, EVENT_KINDS, Event
 
 from .bars import COLOURS, legend, text_colour
 from .compared import Compared, action_of
@@ -124,7 +124,7 @@ def draw_gantt(
 def name_of_colour(event: Event, longer: Longer, num_stages: int) -> str:
     """What an event is in the legend: its kind, or how far it is from its prediction."""
     if event.kind not in ("F", "B", "I", "W") or not longer:
-        return KINDS[event.kind][0]
+        return EVENT_KINDS[event.kind][0]
     far = longer.get(action_of(event, num_stages), 0.0)
     if abs(far) <= 0.1:
         return "within 10 % of predicted"
@@ -161,7 +161,7 @@ def draw_row(
             number = name_of(Action(FORWARD, event.stage, event.microbatch), ranks)[1:]
         if longer:
             number = event.kind + number
-            kind = COLOURS[KINDS[event.kind][0]]
+            kind = COLOURS[EVENT_KINDS[event.kind][0]]
             ax.barh(top, width, 0.1, event.start, align="edge", color=kind)
         size = min(14, 1.2 * width * points / max(2, len(number)))
         if size >= 6:

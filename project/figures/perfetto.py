@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from training.files import write_text
-from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
+from training.timeline import COMMUNICATION, COMPUTE, EVENT_KINDS, Event
 
 from .steps import Workers
 
@@ -35,7 +35,7 @@ def write_trace(workdir: Path, workers: Workers) -> Path:
                 trace.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane}})
                 for event in row:
                     start, end = (round(1e6 * (t - origin)) for t in (event.start, event.end))
-                    name = KINDS[event.kind][0]
+                    name = EVENT_KINDS[event.kind][0]
                     if event.microbatch >= 0:
                         name += f" {event.microbatch}"
                     box = {"ts": start, "dur": end - start, "args": event._asdict()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from training.timeline import KINDS, Event
+from training.timeline import EVENT_KINDS, Event
 
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
@@ -67,7 +67,7 @@ def shares(workers: Workers) -> dict[str, float]:
     total, rows = duration(workers), []
     for events in workers.values():
         row, before, claimed = {}, 0.0, list[Event]()
-        for category, its in {**kinds, "communication": KINDS}.items():
+        for category, its in {**kinds, "communication": EVENT_KINDS}.items():
             claimed += [event for event in events if event.kind in its]
             row[category], before = spent(claimed) - before, spent(claimed)
         rows.append(row | {"idle": total - before})

@@ -18,7 +18,7 @@ from tests.ranks import Ranks, sharing
 def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
     """The weights after two steps of the plain model, each rank with its part of the batch."""
     parameters = dict((model := tied()).named_parameters())
-    with patch.object(zero1, "AT_ONCE", at_once), sharing(share):
+    with patch.object(zero1, "BYTES_AT_ONCE", at_once), sharing(share):
         ranks = collectives.Ranks(dist.group.WORLD)
         sharded = zero1.ShardedOptimizer(
             parameters, SGD, ranks, kind=lambda name: name.endswith("bias")
@@ -33,7 +33,7 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("at_once", [2 * 8 * 7, zero1.AT_ONCE])
+@pytest.mark.parametrize("at_once", [2 * 8 * 7, zero1.BYTES_AT_ONCE])
 def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, share: bool) -> None:
     """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
     for weights in ranks.run(_updated, at_once, share):

@@ -39,7 +39,7 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
     part = Part(tuple(whole.shape), 0, 1, rank, world_size)
     head = VocabularyParallelHead(nn.Parameter(part.of(whole)), VOCABULARY, ranks)
     args = hidden, head.known, labels, ranks, head.first
-    with patch.object(loss, "CHUNK", 200):  # logits, so that there are several chunks
+    with patch.object(loss, "LOGITS_AT_ONCE", 200):  # logits, so that there are several chunks
         total = loss.head_loss(*args)
         (2 * total).backward()
         measured = loss.measure(*args)

@@ -25,7 +25,7 @@ from torch import Tensor
 from .errors import RunError
 from .world import World
 
-SHOWN = 3  # differences that an error names, and ranks of each
+NAMED = 3  # differences that an error names, and ranks of each
 
 # Options that may differ between hosts. Datasets and models are compared by content.
 OF_A_HOST = {
@@ -87,10 +87,10 @@ def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -
                 others.setdefault(name, []).append(rank)
     texts = []
     for name, ranks in others.items():
-        where = ", ".join(map(str, ranks[:SHOWN])) + (" ..." if len(ranks) > SHOWN else "")
+        where = ", ".join(map(str, ranks[:NAMED])) + (" ..." if len(ranks) > NAMED else "")
         texts.append(f"{name} (rank {where} against rank {first[name][0]})")
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return ", ".join(texts[:SHOWN]) + more
+    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return ", ".join(texts[:NAMED]) + more
 
 
 def _bytes(p: Tensor) -> memoryview:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.waits import CHECKPOINTS
+from runtime.waits import DISK_GROUP
 
 from .notice import Agreement, Ended, given
 from .world import World
@@ -89,7 +89,7 @@ class DistributedWorld(World):
     def apart(self, seconds: float) -> World:
         """The group is for checkpoints: the time-outs of steps leave it as it is."""
         limit = timedelta(seconds=seconds)
-        return replace(self, group=dist.new_group(None, limit, "gloo", group_desc=CHECKPOINTS))
+        return replace(self, group=dist.new_group(None, limit, "gloo", group_desc=DISK_GROUP))
 
     def agreement(self, every: int = 1) -> Agreement:
         """See `RanksAgree`."""

@@ -28,7 +28,7 @@ from .any_text import END, pieces
 from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
-from .tokens import AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
+from .tokens import TEXTS_AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
@@ -53,7 +53,7 @@ class LanguageTask(SequenceTask):
     def encoded(self, split: str) -> Iterator[Rows]:
         """Stretches of the stream: an end token at the beginning and after every document."""
         parts = (part for text in self.texts.documents(split) for part in pieces(text))
-        for ids, sizes in tokens_of(groups(chain([END], parts), AT_ONCE), self.tokenizer):
+        for ids, sizes in tokens_of(groups(chain([END], parts), TEXTS_AT_ONCE), self.tokenizer):
             yield Rows(ids, sizes, 0)
 
     def load(self, world: World) -> dict[str, Tokens]:

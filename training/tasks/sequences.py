@@ -44,9 +44,9 @@ from .gpt2 import (
     numbers_of_targets,
     round_vocab,
 )
-from .task import Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .task import EVAL_BATCH, Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .tokens import (
-    AT_ONCE,
+    TEXTS_AT_ONCE,
     TOKENIZER_FILES,
     Encoded,
     Rows,
@@ -60,7 +60,6 @@ if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config, GPT2LMHeadModel
 
 MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
-EVAL_BATCH = 64
 CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values that were tried
 FILES = ("config.json", *TOKENIZER_FILES)
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
@@ -118,7 +117,7 @@ class SequenceTask(TrainingTask, ABC):
     ) -> Tokens:
         """The examples of a split, from a file. Rank 0 writes it; of ranks that do not see it, as
         on a host with a folder of its own, one writes another. See `Tokens`."""
-        args, total = self.args, -(-len(self.texts.splits[split]) // AT_ONCE)
+        args, total = self.args, -(-len(self.texts.splits[split]) // TEXTS_AT_ONCE)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         text, files = self._fingerprints[split], self.files.values()
         folder = self._made_from(args.model_max_length, split, text, *files)

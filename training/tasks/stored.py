@@ -22,7 +22,7 @@ import numpy as np
 
 from training.progress import moving
 
-from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
+from .tokens import TEXTS_AT_ONCE, Rows, Tokens, groups, write_tokens
 
 COPIED = 64  # rows that are in memory together while they are copied: one may be a book
 
@@ -46,8 +46,8 @@ class StoredRows(Sequence[Any]):
         return next(self._read(self.numbers[at : at + 1]))
 
     def __iter__(self) -> Iterator[Any]:
-        for at in range(0, len(self), AT_ONCE):
-            yield from self._read(self.numbers[at : at + AT_ONCE])
+        for at in range(0, len(self), TEXTS_AT_ONCE):
+            yield from self._read(self.numbers[at : at + TEXTS_AT_ONCE])
 
     def _read(self, numbers: Any) -> Iterator[Any]:
         """The rows with these numbers, which rise: from one stretch of the copy."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from training.launch.world import World
 
 T = TypeVar("T")
+EVAL_BATCH = 64  # examples that a rank evaluates together
 
 
 @dataclass(frozen=True)

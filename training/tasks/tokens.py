@@ -50,7 +50,7 @@ T = TypeVar("T")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
 INDEX = np.dtype([("end", np.int64), ("num_source", np.int32)])  # of an example in a file of tokens
-AT_ONCE = 1024  # pairs, or pieces of text, that are tokenized together: they stay in a core's cache
+TEXTS_AT_ONCE = 1024  # pairs, or parts of text, tokenized together: they stay in a core's cache
 AHEAD = 3  # such lists are tokenized ahead of the one that is used
 FOR_BPE = 1 << 20  # texts that a tokenizer learns from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -159,7 +159,7 @@ def encode(
 ) -> Iterator[Rows]:
     """The tokens of pairs, some pairs at a time, when asked for. Each is cut to max_length + 1:
     max_length inputs and their labels."""
-    texts = ([p[key] for p in some for key in (src, tgt)] for some in groups(pairs, AT_ONCE))
+    texts = ([p[key] for p in some for key in (src, tgt)] for some in groups(pairs, TEXTS_AT_ONCE))
     eos_ids = tokenizer.convert_tokens_to_ids([eos(src), eos(tgt)])
     for ids, lengths in tokens_of(texts, tokenizer):
         ids = np.insert(ids, np.cumsum(lengths), np.resize(eos_ids, len(lengths)))

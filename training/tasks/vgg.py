@@ -41,18 +41,17 @@ from training.seeds import stream
 
 from .gpt2 import generator_for
 from .pictures import Pictures, PictureSets, to_inputs
-from .task import Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .task import EVAL_BATCH, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
 VGG = "vgg16"
-EVAL_BATCH = 64
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
-WIDTH = 64  # of the published model
+VGG_WIDTH = 64  # of the published model
 NOISE = 0.2  # of layers that start as the identity, relative to the weights of random layers
 LAST = 0.01  # standard deviation of the last layer's weights
 
 
-def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
+def vgg16(num_classes: int = 10, width: int = VGG_WIDTH) -> nn.Sequential:
     """The network: pictures as floats [B, 3, 32, 32] to logits [B, num_classes]. `width`: channels
     of the first convolutions; conv3_2 is the second convolution after the second pooling."""
     modules: OrderedDict[str, nn.Module] = OrderedDict()
