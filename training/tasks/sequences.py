@@ -34,6 +34,7 @@ from training.options import Options
 from training.progress import moving
 from training.seeds import stream
 
+from .generation import continue_all
 from .gpt2 import (
     Sequences,
     gpt2_config,
@@ -251,10 +252,18 @@ class SequenceTask(TrainingTask, ABC):
             + "".join(f"\n{note}" for note in self.texts.notes)
         )
 
-    def of_all_parts(self, world: World, model: Translator, mine: list[str], n: int) -> list[str]:
-        """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
-        every = world.of_parts(model.part, mine)
-        return [every[i % model.parts][i // model.parts] for i in range(n)]
+    def continued(
+        self, world: World, model: Translator, prompts: Sequence[Any], most: Sequence[int], bar: str
+    ) -> list[str]:
+        """The continuations of all prompts, in their order, on every rank. Part p generates those
+        of the prompts p, p + parts, ...; `most` and `bar` as in `continue_all`."""
+        mine = slice(model.part, None, model.parts)
+        texts = continue_all(
+            model, self.tokenizer, prompts[mine], most[mine], self.device,
+            bar=bar if world.is_main else None, world=world,
+        )  # fmt: skip
+        every = world.of_parts(model.part, texts)
+        return [every[i % model.parts][i // model.parts] for i in range(len(prompts))]
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the texts."""
