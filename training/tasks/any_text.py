@@ -27,16 +27,15 @@ from .texts import (
     Sizes,
     Texts,
     cut_splits,
-    escape,
     files_of,
     folder_of_lines,
     from_hub,
     is_plain,
-    load_splits,
     pairs_of,
     parallel_lines,
     refuse_one_language,
     refused_if_unreadable,
+    splits_of,
     texts_of,
 )
 
@@ -149,20 +148,16 @@ def _rows_of_files(
 ) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
     reader, options, files = files_of(path, src, tgt)
-    if not files:
-        return {}, None
     copy = _copy_of_files(copies, [file for some in files.values() for file in some], src, tgt)
-    escaped = escape(files)
-    if copy is None:
-        return load_splits(str(path), reader, data_files=escaped, **options), None
-    for keys in ((src, tgt), ("text",)):
-        places = {split: copy / COPIES[len(keys)] / split for split in files}
-        # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
-        if all(place.exists() for place in places.values()):
-            return {split: StoredRows(place, keys) for split, place in places.items()}, copy
-    if reader != "text":
-        return load_splits(str(path), reader, True, data_files=escaped, **options), copy
-    return {split: _LongTexts(some) for split, some in files.items()}, copy
+    if copy is not None:
+        for keys in ((src, tgt), ("text",)):
+            places = {split: copy / COPIES[len(keys)] / split for split in files}
+            # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
+            if all(place.exists() for place in places.values()):
+                return {split: StoredRows(place, keys) for split, place in places.items()}, copy
+        if reader == "text":
+            return {split: _LongTexts(some) for split, some in files.items()}, copy
+    return splits_of(reader, options, files), copy
 
 
 @dataclass(frozen=True)

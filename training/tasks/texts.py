@@ -112,8 +112,7 @@ def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
         return parallel_lines(dataset, folder, src, tgt)
     if not Path(dataset).exists():
         return from_hub(dataset)
-    reader, options, files = files_of(Path(dataset), src, tgt)
-    return load_splits(dataset, reader, data_files=escape(files), **options) if files else {}
+    return splits_of(*files_of(Path(dataset), src, tgt))
 
 
 @contextmanager
@@ -221,11 +220,6 @@ def files_of(path: Path, src: str, tgt: str) -> tuple[str, dict[str, Any], dict[
     return *READERS[ending], files
 
 
-def escape(files: Mapping[str, Sequence[Path]]) -> dict[str, list[str]]:
-    """As `datasets` takes them, to which a bracket in a name is a pattern."""
-    return {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
-
-
 def from_hub(dataset: str) -> Mapping[str, Any]:
     """The splits of a dataset on the hub. Raises UserError if it is the name of a file."""
     if Path(dataset).suffix in READERS or dataset.startswith((".", "/", "~")):
@@ -234,17 +228,20 @@ def from_hub(dataset: str) -> Mapping[str, Any]:
         return load_splits(dataset)
 
 
-def load_splits(
-    dataset: str, reader: str | None = None, streaming: bool = False, **options: Any
-) -> Mapping[str, Any]:
-    """The splits of a dataset on the hub, or of files through a reader of `datasets`: lists, or
-    what reads them anew each time."""
+def load_splits(source: str, **options: Any) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or what a reader of `datasets` gives."""
     import datasets  # here: it takes seconds to import
 
-    if reader is None:
-        return datasets.load_dataset(dataset)
-    found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
-    return found if streaming else {split: list(rows) for split, rows in found.items()}
+    return datasets.load_dataset(source, **options)
+
+
+def splits_of(
+    reader: str, options: Mapping[str, Any], files: Mapping[str, Sequence[Path]]
+) -> Mapping[str, Any]:
+    """What `files_of` has found; it is read anew each time, without a copy in a cache."""
+    # To `datasets` a bracket in a name is a pattern.
+    escaped = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
+    return load_splits(reader, streaming=True, data_files=escaped, **options) if files else {}
 
 
 def _columns(row: Mapping[str, Any] | str) -> Mapping[str, Any]:
