@@ -39,7 +39,6 @@ from .gpt2 import (
     Sequences,
     gpt2_config,
     gpt2_layers,
-    import_transformers,
     initializer,
     loss_of_targets,
     numbers_of_targets,
@@ -82,7 +81,9 @@ class SequenceTask(TrainingTask, ABC):
     def __init__(
         self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None
     ) -> None:
-        import_transformers()
+        # Takes seconds, so all ranks do it at the same time, before one waits for another.
+        from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
+
         self.args, self.texts, self.device = args, texts, world.device
         self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
