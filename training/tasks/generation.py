@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from training.launch.world import World
 from training.progress import moving
@@ -68,7 +69,10 @@ def continue_all(
     line = moving(None, bar or "", total, "token", shown=bar is not None)
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
-        newest = _padded([prompts[i] for i in batch], device)  # [B, T]
+        # [B, T], padded on the left, so that all sentences grow in the same column.
+        newest = pad_sequence(
+            [torch.tensor(prompts[i]) for i in batch], batch_first=True, padding_side="left"
+        ).to(device)
         cache = Cache(batch, [len(prompts[i]) for i in batch], device)
         while cache.prompts:
             agreement.turn()
@@ -92,13 +96,6 @@ def continue_all(
     decoder.end(agreement.turn)  # other ranks may have sentences left
     agreement.end()
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-
-
-def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """Ids B T, padded on the left, so that all sentences grow in the same column."""
-    longest = max(map(len, prompts))
-    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return torch.tensor(rows, device=device)
 
 
 def evaluate_bleu(
