@@ -28,7 +28,6 @@ from .texts import (
     Texts,
     cut_splits,
     files_of,
-    folder_of_lines,
     from_hub,
     is_plain,
     pairs_of,
@@ -115,10 +114,9 @@ def _read(
     dataset: str, src: str, tgt: str, copies: Path | None
 ) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of each split, and where to copy them to if they are many."""
-    folder = folder_of_lines(dataset, src, tgt)
-    if folder is not None:
-        paths = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
-        return parallel_lines(dataset, folder, src, tgt), _copy_of_files(copies, paths)
+    if lines := parallel_lines(dataset, src, tgt):
+        paths = [path for split in lines.values() for path in split.files.values()]
+        return lines, _copy_of_files(copies, paths)
     if Path(dataset).exists():
         return _rows_of_files(Path(dataset), src, tgt, copies)
     found = from_hub(dataset)

@@ -107,9 +107,8 @@ def load_pairs(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
 
 def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
     """The rows of each split."""
-    folder = folder_of_lines(dataset, src, tgt)
-    if folder is not None:
-        return parallel_lines(dataset, folder, src, tgt)
+    if lines := parallel_lines(dataset, src, tgt):
+        return lines
     if not Path(dataset).exists():
         return from_hub(dataset)
     return splits_of(*files_of(Path(dataset), src, tgt))
@@ -150,53 +149,46 @@ def is_plain(dataset: str, found: Mapping[str, Any], src: str, tgt: str) -> bool
     )
 
 
-def folder_of_lines(dataset: str, src: str, tgt: str) -> Path | None:
-    """The folder with train.de and train.en, or alike, if --dataset names one."""
+def parallel_lines(dataset: str, src: str, tgt: str) -> dict[str, ParallelLines]:
+    """The pairs of each split, if --dataset names a folder with train.de and train.en, or alike."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     missing = [key for key in (src, tgt) if not (folder / f"train.{key}").exists()]
     if dataset != BUILTIN and len(missing) == 2:
-        return None
+        return {}
     if missing:
         raise UserError(
             f"--dataset {dataset} --src {src} --tgt {tgt}: it has no train.{missing[0]}; "
             f"--dataset {BUILTIN} has --src de --tgt en, and the reverse"
         )
-    return folder
-
-
-def parallel_lines(dataset: str, folder: Path, src: str, tgt: str) -> Mapping[str, Any]:
-    """The pairs of each split of such a folder, which are read anew each time."""
-    return {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
+    paths = {split: {key: folder / f"{split}.{key}" for key in (src, tgt)} for split in SPLITS}
+    return {split: ParallelLines(dataset, files) for split, files in paths.items()}
 
 
 @dataclass(frozen=True)
-class _ParallelLines:
-    """The pairs of a split whose files are train.de and train.en, or alike."""
+class ParallelLines:
+    """The pairs of a split, from a file for each language; they are read anew each time."""
 
     dataset: str
-    folder: Path
-    split: str
-    src: str
-    tgt: str
+    files: Mapping[str, Path]
 
     def __iter__(self) -> Iterator[Pair]:
-        sides = [self._lines(key) for key in (self.src, self.tgt)]
+        sides = [_lines(path) for path in self.files.values()]
         for number, pair in enumerate(zip_longest(*sides)):
             if None in pair:
                 longer = number + 1 + sum(1 for side in sides for _ in side)
                 source, target = (number if text is None else longer for text in pair)
+                one, other = (path.name for path in self.files.values())
                 raise UserError(
-                    f"--dataset {self.dataset}: {self.split}.{self.src} has "
-                    f"{counted(source, 'line')} and {self.split}.{self.tgt} has {target}: line i "
-                    f"of one must translate line i of the other; {NO_NETWORK}"
+                    f"--dataset {self.dataset}: {one} has {counted(source, 'line')} and {other} "
+                    f"has {target}: line i of one must translate line i of the other; {NO_NETWORK}"
                 )
-            yield dict(zip((self.src, self.tgt), pair, strict=True))
+            yield dict(zip(self.files, pair, strict=True))
 
-    def _lines(self, key: str) -> Iterator[str]:
-        path = self.folder / f"{self.split}.{key}"
-        with refused_if_unreadable(path), path.open(encoding="utf-8-sig", newline="\n") as file:
-            for line in file:
-                yield line.removesuffix("\n")
+
+def _lines(path: Path) -> Iterator[str]:
+    with refused_if_unreadable(path), path.open(encoding="utf-8-sig", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n")
 
 
 def files_of(path: Path, src: str, tgt: str) -> tuple[str, dict[str, Any], dict[str, list[Path]]]:
