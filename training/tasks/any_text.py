@@ -83,12 +83,12 @@ class AnyTexts(Texts):
 
 
 def load_texts(
-    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path | None = None
+    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path
 ) -> AnyTexts:
     """The texts of a run; arguments and errors as of `training.tasks.texts.load_pairs`.
 
     Args:
-        folder: for a copy of large files; by default they are read into memory.
+        folder: for a copy of large text.
     """
     refuse_one_language(src, tgt)
     rows: dict[str, Sequence[Any]] = {}
@@ -110,9 +110,7 @@ def load_texts(
     return cut_splits(AnyTexts({}), dataset, rows, sizes, world_size)
 
 
-def _read(
-    dataset: str, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None]:
+def _read(dataset: str, src: str, tgt: str, copies: Path) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of each split, and where to copy them to if they are many."""
     if lines := parallel_lines(dataset, src, tgt):
         paths = [path for split in lines.values() for path in split.files.values()]
@@ -120,21 +118,19 @@ def _read(
     if Path(dataset).exists():
         return _rows_of_files(Path(dataset), src, tgt, copies)
     found = from_hub(dataset)
-    if copies is None:
-        return found, None
     size = sum(rows.data.nbytes for rows in found.values())
     of = [rows._fingerprint for rows in found.values()]
     return found, _copy(copies, size, of, src, tgt)
 
 
-def _copy(copies: Path | None, size: int, *content: Any) -> Path | None:
+def _copy(copies: Path, size: int, *content: Any) -> Path | None:
     """Where to copy text of so many bytes to; None: it is to stay in memory."""
-    if copies is None or size < BIG:
+    if size < BIG:
         return None
     return copies / hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) -> Path | None:
+def _copy_of_files(copies: Path, files: Iterable[Path], *content: Any) -> Path | None:
     """The same for files, which their names, sizes and times tell apart."""
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
@@ -142,7 +138,7 @@ def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) ->
 
 
 def _rows_of_files(
-    path: Path, src: str, tgt: str, copies: Path | None
+    path: Path, src: str, tgt: str, copies: Path
 ) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
     reader, options, files = files_of(path, src, tgt)
