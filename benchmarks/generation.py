@@ -22,7 +22,6 @@ from project.run_data_parallel import parse_data_parallel
 from project.utils import setup_of
 from training.launch.world import World
 from training.layouts.replicated import Replicated
-from training.tasks.generation import translate
 from training.tasks.tokens import eos
 from training.tasks.translation import TranslationTask
 
@@ -89,19 +88,19 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
         ("sentences", list(texts.splits["test"][:n_texts])),
         ("one to four sentences", _in_a_row(list(texts.splits["validation"]), n_texts)),
     ):
-        found += _compare(model, pairs, task.tokenizer, kind)
+        found += _compare(model, pairs, task, kind)
     title = f"Translating {n_texts} texts of {text_name()}, gpt2-mini"
     write_rows("generation", title, found)
     return found
 
 
 def _compare(
-    model: Replicated, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, kind: str
+    model: Replicated, pairs: list[dict[str, str]], task: TranslationTask, kind: str
 ) -> list[Row]:
     said: dict[str, list[str]] = {}
     sources = [pair["de"] for pair in pairs]
-    ours = partial(translate, model, sources, "de", "en", tokenizer, LENGTH, "cpu")
-    theirs = partial(_transformers, model.module, pairs, tokenizer)
+    ours = partial(task.translated, World(), model, sources)
+    theirs = partial(_transformers, model.module, pairs, task.tokenizer)
     batch, single, mine = (f"{kind}: {who}" for who in ("one batch", "one by one", "this project"))
     contestants = {
         batch: lambda: said.update({batch: theirs(size=len(pairs))}),

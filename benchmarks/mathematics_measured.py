@@ -31,7 +31,7 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
-from project.figures.recorded import read_timelines
+from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, steps_of
 from runtime.ranks import Ranks
 from tests.ranks import sharing
@@ -210,7 +210,7 @@ def _pipeline(folder: Path) -> dict[str, float]:
                     timeline.step(k)
                     pipe.train_step(x, y, _squares, SCHEDULES[name], num_microbatches=m)
                 timeline.save(folder)
-                workers, _ = read_timelines(folder)
+                workers = Run(folder).timeline
                 idle = [bubbles(in_step(workers, k)).values() for k in steps_of(workers)]
                 found[f"bubble {name} {m}"] = 100 * statistics.median(map(statistics.fmean, idle))
             found[f"alive {name}"] = pipe.peak_alive[0]

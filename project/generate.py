@@ -69,9 +69,8 @@ from training.export import export
 from training.launch.errors import UserError
 from training.launch.world import choose_device
 from training.seeds import stream
-from training.tasks.cache import Cache
 from training.tasks.generation import continue_all
-from training.tasks.sampling import SamplingCache
+from training.tasks.sampling import chances_of
 from training.trained import SamplingDecoder, Trained, load_trained
 
 
@@ -98,12 +97,11 @@ def continuations(
     Draws depend only on the seed, the number of the line, and the number of the sample.
     """
     tokenizer, end, n = trained.tokenizer, trained.source_end, args.num_samples
-    stop = tokenizer.eos_token_id
     prompts: list[list[int]] = []
     most: list[int] = []  # new tokens
     seeds: list[int] = []
     for number, line in enumerate(lines):
-        ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [stop]
+        ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [tokenizer.eos_token_id]
         if len(ids) >= trained.max_length:
             raise UserError(
                 f"line {number + 1} has {len(ids)} tokens, and the model was trained on sequences "
@@ -114,19 +112,11 @@ def continuations(
         most += [0 if nothing else min(args.max_new_tokens, trained.max_length - len(ids))] * n
         seeds += [stream(args.seed, "generation", number, sample) for sample in range(n)]
     device = trained.model.device
-
-    def sampling(batch: Sequence[int]) -> Cache:
-        lengths, longest = [len(prompts[i]) for i in batch], max(most[i] for i in batch)
-        return SamplingCache(lengths, [seeds[i] for i in batch], longest, device)
-
-    decoder = SamplingDecoder(trained.model, args.temperature, args.top_k)
-    rows = continue_all(
-        decoder, prompts, most, stop, len(tokenizer), device, args.batch_size, "Generating",
-        sampling if args.temperature else None,
-    )  # fmt: skip
+    chances = chances_of(seeds, max(most, default=0), device) if args.temperature else None
+    decoder = SamplingDecoder(trained.model, chances, args.temperature, args.top_k)
+    texts = continue_all(decoder, tokenizer, prompts, most, device, args.batch_size, "Generating")
     found = []
-    for i, row in enumerate(rows):
-        text = tokenizer.decode(row, skip_special_tokens=True)
+    for i, text in enumerate(texts):
         text = text.strip() if end else lines[i // n] + text
         found.append(" ".join(text.splitlines()))
     return [found[i : i + n] for i in range(0, len(found), n)]

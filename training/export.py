@@ -12,13 +12,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from training.files import OPTIONS
+from training.files import OPTIONS, writing
 from training.results import commands_of, read_metrics
 from training.trained import Trained
 
-from .launch.errors import RunError, UserError
+from .launch.errors import UserError
 
 CARD = """---
 library_name: transformers
@@ -60,12 +58,10 @@ def export(trained: Trained, folder: Path) -> None:
     model.config.update({"use_cache": True, **special})
     model.generation_config.update(max_length=trained.max_length, **special)
     tokenizer.model_max_length = trained.max_length
-    try:
+    with writing(f"--export {folder}"):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(_card(trained, folder), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"--export {folder}: cannot be written ({error})") from error
 
 
 def _card(trained: Trained, folder: Path) -> str:

@@ -231,10 +231,10 @@ class _Epochs:
         note("evaluation")
         # BLEU is meaningless before one epoch.
         few = task.score_name == "BLEU" and (args.num_batches or math.inf) < task.steps_per_epoch
-        found: tuple[float, Score | None] = (math.nan, None)
+        loss, score = math.nan, Score()
         if not args.benchmark_only:
-            found = _evaluate(self.results, f"after epoch {epoch + 1}", score=not few)
-        result = self.results.end_epoch(epoch, totals, *found)
+            loss, score = _evaluate(self.results, f"after epoch {epoch + 1}", score=not few)
+        result = self.results.end_epoch(epoch, totals, loss, score)
         self.metrics.add_evaluation(self.optimizer.steps, epoch, result)
 
     def _after_step(self, totals: Totals, seconds: float) -> None:
@@ -254,7 +254,7 @@ class _Epochs:
         self.timeline.last.step = self.optimizer.steps + 1
 
 
-def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score | None]:
+def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score]:
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
@@ -265,4 +265,4 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
             if results.args.on_nan == "stop":
                 raise RunError(f"{said}; {ADVICE}")
             results.say(f"{said}; the run goes on")
-        return loss, task.score(world, model, loss, accuracy) if score else None
+        return loss, task.score(world, model, loss, accuracy) if score else Score()

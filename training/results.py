@@ -121,12 +121,12 @@ class Results:
         content = {**options_of(self.args), "command": command, **earlier}
         write_json(self.args.workdir / OPTIONS, content)
 
-    def say_start(self, validation_loss: float, score: Score | None) -> None:
+    def say_start(self, validation_loss: float, score: Score) -> None:
         """Prints the row of the untrained model."""
-        self._say_row("start", "", _number(validation_loss, 3), _number(_value(score), 1))
+        self._say_row("start", "", _number(validation_loss, 3), _number(score.value, 1))
 
     def end_epoch(
-        self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
+        self, epoch: int, totals: Totals, validation_loss: float, score: Score
     ) -> dict[str, float]:
         """Writes the result files of this rank, prints a row, and returns the results.
 
@@ -148,14 +148,14 @@ class Results:
             "tokens_per_sec": speeds[0],
             "real_tokens_per_sec": speeds[1],
             "skipped_steps": totals.skipped,
-            self.task.score_name.lower(): _value(score),
+            self.task.score_name.lower(): score.value,
         }
-        self.generated = score.generated if score else []
+        self.generated = score.generated
         self._write_epoch(epoch, result)
         self.history.append((totals.seconds, together[0]))
         self._say_row(
             str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
-            _number(_value(score), 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in together),
+            _number(score.value, 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in together),
         )  # fmt: skip
         self._say_speeds(epoch, totals.seconds, speeds[0])
         return result
@@ -225,10 +225,6 @@ class Results:
         self.say("")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
-
-
-def _value(score: Score | None) -> float:
-    return score.value if score else math.nan
 
 
 def _number(value: float, digits: int) -> str:

@@ -28,7 +28,7 @@ from .tasks.cache import Cache
 from .tasks.generation import greedy
 from .tasks.gpt2 import gpt2_layers, newest_tokens
 from .tasks.pretrained import check_pretrained, first_sentence
-from .tasks.sampling import SamplingCache, sample
+from .tasks.sampling import sample
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -61,19 +61,24 @@ class SamplingDecoder:
     """A model in this process that continues sentences; see `training.tasks.generation.Decoder`.
 
     Args:
-        temperature: 0 takes the most probable token; see `training.tasks.sampling.sample`.
+        chances: of all prompts, see `training.tasks.sampling.chances_of`; None takes the most
+            probable tokens.
+        temperature, top_k: see `training.tasks.sampling.sample`.
     """
 
-    def __init__(self, model: Any, temperature: float = 0.0, top_k: int | None = None) -> None:
+    def __init__(
+        self, model: Any, chances: Tensor | None, temperature: float, top_k: int | None
+    ) -> None:
         self.layers = nn.Sequential(*gpt2_layers(model)).eval()
-        self.temperature, self.top_k = temperature, top_k
+        self.chances, self.temperature, self.top_k = chances, temperature, top_k
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The next token of each sentence."""
         logits = self.layers(newest_tokens(ids, cache))  # [B, V]
-        if isinstance(cache, SamplingCache):
-            return sample(logits, num_tokens, cache.chances, self.temperature, self.top_k)
-        return greedy(logits, num_tokens)
+        if self.chances is None:
+            return greedy(logits, num_tokens)
+        chances = self.chances[cache.prompts, cache.new]  # [B]
+        return sample(logits, num_tokens, chances, self.temperature, self.top_k)
 
     def end(self, turn: Callable[[], None]) -> None:
         """Waits for nobody."""

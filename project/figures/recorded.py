@@ -20,32 +20,6 @@ def mean_and_std(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """The events of a run's workers by name (`rank 0`, or `stage 0`), and the `about` of rank 0's
-    timeline. An event without a stage counts for the first one. If threads have several stages,
-    `ranks` in `about` gives each stage's rank, and workers are called `rank 0`. Raises UserError if
-    the file of a rank is missing or cannot be read."""
-    workers: dict[str, list[Event]] = {}
-    about: dict[str, Any] = {}
-    rank, world_size = 0, 1
-    while rank < world_size:  # an earlier, larger run may have left more files
-        path = workdir / f"timeline_rank{rank}.json"
-        if not path.is_file():
-            raise UserError(f"{path} is missing; make the run again, with --timeline 10")
-        content = read_json(path)
-        events = [Event(*event) for event in content["events"]]
-        about, world_size = about or content["about"], content["world_size"]
-        ranks = about.get("ranks")
-        for event in events:
-            s = max(0, event.stage)
-            name = f"rank {ranks[s]}" if ranks else f"stage {s}"
-            if content["workers"] == "rank":
-                name = f"rank {rank}"
-            workers.setdefault(name, []).append(event)
-        rank += 1
-    return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
-
-
 @dataclass(frozen=True)
 class Run:
     """What a run left in its folder. Its files are read when they are first asked for, and once."""
@@ -82,8 +56,26 @@ class Run:
 
     @cached_property
     def timeline(self) -> dict[str, list[Event]]:
-        """The events of its workers. Raises UserError like `read_timelines`."""
-        return read_timelines(self.folder)[0]
+        """The events of its workers by name (`rank 0`, or `stage 0`). An event without a stage
+        counts for the first one. If threads have several stages, `ranks` in `about` gives each
+        stage's rank, and workers are called `rank 0`. Raises UserError if the file of a rank is
+        missing or cannot be read."""
+        workers: dict[str, list[Event]] = {}
+        rank, world_size = 0, 1
+        while rank < world_size:  # an earlier, larger run may have left more files
+            path = self.folder / f"timeline_rank{rank}.json"
+            if not path.is_file():
+                raise UserError(f"{path} is missing; make the run again, with --timeline 10")
+            content = read_json(path)
+            ranks, world_size = content["about"].get("ranks"), content["world_size"]
+            for event in (Event(*event) for event in content["events"]):
+                s = max(0, event.stage)
+                name = f"rank {ranks[s]}" if ranks else f"stage {s}"
+                if content["workers"] == "rank":
+                    name = f"rank {rank}"
+                workers.setdefault(name, []).append(event)
+            rank += 1
+        return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1])))
 
     def over_epochs(self, metric: str) -> tuple[float, float]:
         """Mean and standard deviation over all epochs but the first: of the slowest rank's time, or

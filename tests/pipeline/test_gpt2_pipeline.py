@@ -33,7 +33,7 @@ def test_continued_sentences_have_the_logits_of_the_plain_model(precision: str) 
     ids = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(3))
     rows = [model(ids[:1]).logits[0], model(ids[1:, 3:]).logits[0]]
     layers = torch.nn.Sequential(*gpt2_layers(model.float() if bf16 else model))
-    cache = Cache([5, 2])
+    cache = Cache([0, 1], [5, 2])
     for begin, end in ((0, 5), (5, 6), (6, 7)):
         new = ids[:, begin:end]
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

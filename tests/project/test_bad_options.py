@@ -130,7 +130,7 @@ dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
 pp --model gpt2-min => or gpt2-xl; is it gpt2-mini?; project/train.py ddp also takes pretrained
-train ddp --model ./nowhere/model => there is no such folder, and it cannot be a name on the hub
+train ddp --model ./nowhere/model => with a GPT-2 and its tokenizer (OSError Repo id must
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
 train ddp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
 # folders

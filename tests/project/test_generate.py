@@ -145,7 +145,7 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
     for name, said in (
         ("work", "it is of a model of pictures, and not of text"),
         ("other", f"^other: {nothing}"),
-        ("./nowhere", rf"^\./nowhere: {nothing}.*there is no such folder, and it cannot be a name"),
+        ("./nowhere", rf"^\./nowhere: {nothing}.*Repo id must"),
         ("empty", rf"^empty: {nothing}[^.]*Unrecognized model in empty\); the --workdir of a run"),
         ("work/config.json", rf"^work/config\.json: {nothing}"),
     ):

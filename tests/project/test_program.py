@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from project.figures.recorded import read_timelines
+from project.figures.recorded import Run
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import write_pairs
@@ -154,7 +154,8 @@ def test_a_pipeline_leaves_a_timeline_of_its_schedule_and_no_thread(
         "metrics.jsonl", "options.json", "summary.json", "timeline_rank0.json", "tokenizer.json",
         "tokenizer_config.json", "tokens",
     ]  # fmt: skip
-    workers, told = read_timelines(Path("work"))
+    workers = Run(Path("work")).timeline
+    told = read_json(Path("work/timeline_rank0.json"))["about"]
     names = ("strategy", "schedule", "num_microbatches", "ranks")
     assert told == dict(zip(names, (*about, 3, None), strict=True))
     work = [e for events in workers.values() for e in events if e.kind != "optimizer"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from project.figures.recorded import read_timelines
+from project.figures.recorded import Run
 from tests.project.programs import TINY, VGG, course_commands, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
@@ -54,7 +54,8 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
         whole = sum(p.numel() for p in vgg16(3, width=4).parameters())
         for held in summary()["state_bytes"]["parameters"]:
             assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
-    workers, about = read_timelines(Path("work"))
+    workers = Run(Path("work")).timeline
+    about = read_json(Path("work/timeline_rank0.json"))["about"]
     assert (about["strategy"], about["schedule"]) == (strategy, schedule)
     assert about["num_microbatches"] == m or "--num_microbatches" in line
     for events in workers.values():

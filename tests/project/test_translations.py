@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,8 +23,7 @@ from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
 from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
-from training.tasks.generation import evaluate_bleu, translate
-from training.tasks.sequences import SequenceTask
+from training.tasks.generation import continue_all, evaluate_bleu
 from training.tasks.task import whole_model
 from training.tasks.translation import TranslationTask
 
@@ -43,7 +42,7 @@ LENGTH = 64
 def test_a_layout_translates_as_one_process(
     world_of: Callable[[int], Ranks | None], n: int, line: str
 ) -> None:
-    """Each part of the data has its own sentences."""
+    """Each part of the data has its own sentences; every rank gets all translations, in order."""
     line = f"{line} {SIZES} --workdir {Path('work').resolve()}"
     world = world_of(n)
     if world is None:
@@ -51,8 +50,7 @@ def test_a_layout_translates_as_one_process(
     else:
         found = world.run(translations, f"{line} --world_size {n}")
     expected, lengths = of_one_process()
-    for rank, (parts, got) in enumerate(found):
-        assert got == (expected[rank::parts] if parts > 1 else expected)
+    assert found == [expected] * n
     # The examples are to show what can happen.
     assert len(set(lengths)) > 2 and min(lengths) < LENGTH == max(lengths), lengths
 
@@ -94,8 +92,8 @@ def large_weights(name: str, p: Tensor) -> None:
         p[2] *= 5  # the end of a sentence: it comes soon in some, and late in others
 
 
-def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]:
-    """The parts of the data, and the translations of this rank's, by the layout."""
+def translations(rank: int, world_size: int, line: str) -> list[str]:
+    """All translations, by the layout."""
     task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
     args: Any = task.args
     setup = setup_of(args, world)
@@ -105,15 +103,14 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
         model = BlocksInThreads(task, world, setup, choose_devices(args), split_size=2)
     else:
         model = StagesInThreads(task, world, setup, choose_devices(args))
-    mine = [pair["de"] for pair in task.texts.splits["test"]][model.part :: model.parts]
-    with model.evaluating():
-        found = [
-            translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
-            for batch_size in (3, 128)
-        ]
+    sources, found = [pair["de"] for pair in task.texts.splits["test"]], []
+    for batch_size in (3, 128):
+        some = partial(continue_all, batch_size=batch_size)
+        with model.evaluating(), patch("training.tasks.sequences.continue_all", some):
+            found.append(task.translated(world, model, sources))
     model.close()
     assert found[0] == found[1]
-    return model.parts, found[0]
+    return found[0]
 
 
 def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
@@ -126,24 +123,12 @@ def end_on_notice(rank: int, world_size: int, line: str) -> None:
     task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
     args: Any = task.args
     model = lay_out(task, world, setup_of(args, world))
-    mine = [pair["de"] for pair in task.texts.splits["test"]] if rank == 0 else []
+    prompts = [[5, 6, 7]] * 7 if rank == 0 else []
     with model.evaluating(), heeded(), pytest.raises(Ended):
         if rank == 0:
             signal.raise_signal(signal.SIGUSR1)
-        translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", world=world)
+        continue_all(model, task.tokenizer, prompts, [60] * len(prompts), "cpu", world=world)
     model.close()
-
-
-def of_all(rank: int, world_size: int) -> list[str]:
-    """Seven sentences, dealt out and put together again; the last two ranks have the same."""
-    model: Any = SimpleNamespace(part=min(rank, 1), parts=2)
-    mine = list("abcdefg")[model.part :: 2]
-    every: Any = SequenceTask.of_all_parts
-    return every(None, make_world(rank, world_size), model, mine, 7)
-
-
-def test_outputs_of_all_parts_are_in_the_order_of_the_examples(three_ranks: Ranks) -> None:
-    assert three_ranks.run(of_all) == [list("abcdefg")] * 3
 
 
 def test_bleu_is_of_the_corpus() -> None:

@@ -154,12 +154,16 @@ class Touch:
 
 def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
     touched, folder = tmp_path / "touched", tmp_path / save(tmp_path, 1)
-    for hostile in (Touch(touched), {"state_dict_metadata": Touch(touched)}):
-        (folder / ".metadata").write_bytes(pickle.dumps(hostile))
+    asks = r"its \.metadata asks for pathlib\.Path\.touch, which no checkpoint of this pro"
+    for hostile, said in (
+        (pickle.dumps(Touch(touched)), asks),
+        (pickle.dumps({"state_dict_metadata": Touch(touched)}), asks),
+        (b"ctorch.of_another_version\nSize\n.", r"it is damaged \(No module named 'torch.of_ano"),
+    ):
+        (folder / ".metadata").write_bytes(hostile)
         manifest = json.loads((folder / "manifest.json").read_bytes())
         manifest["bytes"][".metadata"] = (folder / ".metadata").stat().st_size
         (folder / "manifest.json").write_text(json.dumps(manifest))
-        said = r"its \.metadata asks for pathlib\.Path\.touch, which no checkpoint of this pro"
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(folder)
     assert not touched.exists()

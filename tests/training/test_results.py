@@ -67,9 +67,9 @@ def test_the_table_and_the_lines_of_the_course(
     """The latter in a file, or if the course's script asks."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     results.say_start(7.25, Score(0.5))
-    results.end_epoch(8, TOTALS, 2.25, None)  # too few steps to be scored
+    results.end_epoch(8, TOTALS, 2.25, Score())  # too few steps to be scored
     results.args.benchmark_only = True
-    results.end_epoch(0, TOTALS, math.nan, None)
+    results.end_epoch(0, TOTALS, math.nan, Score())
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     results.args.benchmark_only, results.model.schedule = False, "gpipe"
     results.end_epoch(0, TOTALS, 2.25, Score(33.125))

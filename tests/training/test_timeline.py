@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from project.figures.perfetto import write_trace
-from project.figures.recorded import read_timelines
+from project.figures.recorded import Run
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
 from training.launch.distributed import make_world
@@ -52,17 +52,16 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
 
 def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"timeline_rank0\.json is missing"):
-        read_timelines(tmp_path)
+        Run(tmp_path).timeline  # noqa: B018
     record(0, tmp_path)
     with pytest.raises(UserError, match=r"timeline_rank1\.json is missing"):
-        read_timelines(tmp_path)
+        Run(tmp_path).timeline  # noqa: B018
     (tmp_path / "timeline_rank1.json").write_text("{")
     with pytest.raises(UserError, match=r"timeline_rank1\.json cannot be read"):
-        read_timelines(tmp_path)
+        Run(tmp_path).timeline  # noqa: B018
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
-    workers, about = read_timelines(tmp_path)
-    assert about == {"strategy": "ddp"}
+    workers = Run(tmp_path).timeline
     events = [
         Event("F", 0, 0, 100.0, 100.25, 0),
         Event("B", 0, 0, 100.25, 101.0, 0),
@@ -105,7 +104,7 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
             timeline("send", 0, i, now, end + 2e-4)
         now = end
     timeline.save(tmp_path)
-    workers, _ = read_timelines(tmp_path)
+    workers = Run(tmp_path).timeline
     trace = json.loads(write_trace(tmp_path, workers).read_text("utf-8"))["traceEvents"]
     rows: dict[int, list[tuple[int, int]]] = {}
     for e in trace:

@@ -27,16 +27,14 @@ from .texts import (
     Sizes,
     Texts,
     cut_splits,
-    escape,
     files_of,
-    folder_of_lines,
     from_hub,
     is_plain,
-    load_splits,
     pairs_of,
     parallel_lines,
     refuse_one_language,
     refused_if_unreadable,
+    splits_of,
     texts_of,
 )
 
@@ -85,12 +83,12 @@ class AnyTexts(Texts):
 
 
 def load_texts(
-    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path | None = None
+    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path
 ) -> AnyTexts:
     """The texts of a run; arguments and errors as of `training.tasks.texts.load_pairs`.
 
     Args:
-        folder: for a copy of large files; by default they are read into memory.
+        folder: for a copy of large text.
     """
     refuse_one_language(src, tgt)
     rows: dict[str, Sequence[Any]] = {}
@@ -112,32 +110,27 @@ def load_texts(
     return cut_splits(AnyTexts({}), dataset, rows, sizes, world_size)
 
 
-def _read(
-    dataset: str, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None]:
+def _read(dataset: str, src: str, tgt: str, copies: Path) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of each split, and where to copy them to if they are many."""
-    folder = folder_of_lines(dataset, src, tgt)
-    if folder is not None:
-        paths = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
-        return parallel_lines(dataset, folder, src, tgt), _copy_of_files(copies, paths)
+    if lines := parallel_lines(dataset, src, tgt):
+        paths = [path for split in lines.values() for path in split.files.values()]
+        return lines, _copy_of_files(copies, paths)
     if Path(dataset).exists():
         return _rows_of_files(Path(dataset), src, tgt, copies)
     found = from_hub(dataset)
-    if copies is None:
-        return found, None
     size = sum(rows.data.nbytes for rows in found.values())
     of = [rows._fingerprint for rows in found.values()]
     return found, _copy(copies, size, of, src, tgt)
 
 
-def _copy(copies: Path | None, size: int, *content: Any) -> Path | None:
+def _copy(copies: Path, size: int, *content: Any) -> Path | None:
     """Where to copy text of so many bytes to; None: it is to stay in memory."""
-    if copies is None or size < BIG:
+    if size < BIG:
         return None
     return copies / hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) -> Path | None:
+def _copy_of_files(copies: Path, files: Iterable[Path], *content: Any) -> Path | None:
     """The same for files, which their names, sizes and times tell apart."""
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
@@ -145,24 +138,20 @@ def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) ->
 
 
 def _rows_of_files(
-    path: Path, src: str, tgt: str, copies: Path | None
+    path: Path, src: str, tgt: str, copies: Path
 ) -> tuple[Mapping[str, Any], Path | None]:
     """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
     reader, options, files = files_of(path, src, tgt)
-    if not files:
-        return {}, None
     copy = _copy_of_files(copies, [file for some in files.values() for file in some], src, tgt)
-    escaped = escape(files)
-    if copy is None:
-        return load_splits(str(path), reader, data_files=escaped, **options), None
-    for keys in ((src, tgt), ("text",)):
-        places = {split: copy / COPIES[len(keys)] / split for split in files}
-        # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
-        if all(place.exists() for place in places.values()):
-            return {split: StoredRows(place, keys) for split, place in places.items()}, copy
-    if reader != "text":
-        return load_splits(str(path), reader, True, data_files=escaped, **options), copy
-    return {split: _LongTexts(some) for split, some in files.items()}, copy
+    if copy is not None:
+        for keys in ((src, tgt), ("text",)):
+            places = {split: copy / COPIES[len(keys)] / split for split in files}
+            # Where an earlier start has copied all, no reader is imported: that takes 140 MB.
+            if all(place.exists() for place in places.values()):
+                return {split: StoredRows(place, keys) for split, place in places.items()}, copy
+        if reader == "text":
+            return {split: _LongTexts(some) for split, some in files.items()}, copy
+    return splits_of(reader, options, files), copy
 
 
 @dataclass(frozen=True)

@@ -28,24 +28,30 @@ class Cache:
     layers.
 
     Args:
-        lengths: of the prompts, in tokens.
+        prompts: the number of each row's prompt.
+        lengths: of these prompts, in tokens.
 
     Attributes:
         S: columns so far.
+        new: of them, those with tokens that were generated.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.lengths, self.S = torch.tensor(lengths, device=device), max(lengths)  # [B]
+    def __init__(
+        self, prompts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu"
+    ) -> None:
+        self.prompts, self.S, self.new = prompts, max(lengths), 0
+        self.lengths = torch.tensor(lengths, device=device)  # [B]
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._mask: Tensor | None = None  # of the newest tokens
 
     def extend(self) -> None:
         """Every sentence has one more token, for the next forward."""
         self.lengths += 1
-        self.S, self._mask = self.S + 1, None
+        self.S, self.new, self._mask = self.S + 1, self.new + 1, None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order, in a copy. Call `extend` next."""
+        self.prompts = [self.prompts[row] for row in rows]
         self.lengths = self.lengths[rows]
         self._layers = {number: kv[:, rows] for number, kv in self._layers.items()}
 

@@ -58,11 +58,6 @@ PRESETS = {
 VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
-def import_transformers() -> None:
-    """Takes seconds, so all ranks call it at the same time, before one waits for another."""
-    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
-
-
 def round_vocab(size: int) -> int:
     """The next multiple of 64."""
     return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

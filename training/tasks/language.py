@@ -25,7 +25,6 @@ from training.launch.errors import UserError
 from training.launch.world import World
 
 from .any_text import END, pieces
-from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .tokens import TEXTS_AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
@@ -80,15 +79,8 @@ class LanguageTask(SequenceTask):
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """The perplexity of the validation text, and sample continuations."""
         prompts = self._prompts()
-        mine = prompts[model.part :: model.parts]  # this part's, for all its ranks
-        most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in mine]
-        stop, num_tokens = self.tokenizer.eos_token_id, len(self.tokenizer)
-        rows = continue_all(
-            model, mine, most, stop, num_tokens, self.device,
-            bar="Continuing" if world.is_main else None, world=world,
-        )  # fmt: skip
-        texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        generated = self.of_all_parts(world, model, texts, len(prompts))
+        most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in prompts]
+        generated = self.continued(world, model, prompts, most, "Continuing")
         return Score(math.exp(min(loss, 700)), generated)
 
     def _prompts(self) -> list[list[int]]:

@@ -44,10 +44,6 @@ def check_pretrained(name: str, max_length: int) -> None:
         near = get_close_matches(name.lower(), PRESETS, 1, cutoff=0.65)
         if near and name not in PRESETS and "/" not in name:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
-        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-            raise UserError(
-                f"--model {name}: there is no such folder, and it cannot be a name on the hub"
-            )
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":

@@ -14,42 +14,14 @@ from torch import Tensor
 
 from runtime.float64 import device_of_float64
 
-from .cache import Cache
 
-
-class SamplingCache(Cache):
-    """A cache with the numbers that sample the next tokens.
-
-    Args:
-        lengths: of the prompts, in tokens.
-        seeds: one per prompt.
-        most: new tokens of a prompt, at most.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], seeds: Sequence[int], most: int, device: torch.device | str
-    ) -> None:
-        super().__init__(lengths, device)
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform = [torch.rand(most, dtype=torch.float64, generator=g) for g in generators]
-        where = device_of_float64(torch.device(device))
-        self._chances = torch.stack(uniform).to(where)  # [B, most], used from left to right
-        self._sampled = 0  # tokens of each row
-
-    def extend(self) -> None:
-        """See `Cache`."""
-        super().extend()
-        self._sampled += 1
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """See `Cache`."""
-        super().keep(rows)
-        self._chances = self._chances[rows]
-
-    @property
-    def chances(self) -> Tensor:
-        """The numbers, [B], uniform from 0 to 1, that sample the next tokens."""
-        return self._chances[:, self._sampled]
+def chances_of(seeds: Sequence[int], most: int, device: torch.device | str) -> Tensor:
+    """The numbers, uniform from 0 to 1, that choose the tokens of each prompt: [prompts, most],
+    used from left to right."""
+    chances = torch.empty(len(seeds), most, dtype=torch.float64)
+    for row, seed in zip(chances, seeds, strict=True):
+        row.uniform_(generator=torch.Generator().manual_seed(seed))
+    return chances.to(device_of_float64(torch.device(device)))
 
 
 def sample(

@@ -34,11 +34,11 @@ from training.options import Options
 from training.progress import moving
 from training.seeds import stream
 
+from .generation import continue_all
 from .gpt2 import (
     Sequences,
     gpt2_config,
     gpt2_layers,
-    import_transformers,
     initializer,
     loss_of_targets,
     numbers_of_targets,
@@ -80,7 +80,9 @@ class SequenceTask(TrainingTask, ABC):
     def __init__(
         self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None
     ) -> None:
-        import_transformers()
+        # Takes seconds, so all ranks do it at the same time, before one waits for another.
+        from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
+
         self.args, self.texts, self.device = args, texts, world.device
         self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
@@ -250,10 +252,18 @@ class SequenceTask(TrainingTask, ABC):
             + "".join(f"\n{note}" for note in self.texts.notes)
         )
 
-    def of_all_parts(self, world: World, model: Translator, mine: list[str], n: int) -> list[str]:
-        """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
-        every = world.of_parts(model.part, mine)
-        return [every[i % model.parts][i // model.parts] for i in range(n)]
+    def continued(
+        self, world: World, model: Translator, prompts: Sequence[Any], most: Sequence[int], bar: str
+    ) -> list[str]:
+        """The continuations of all prompts, in their order, on every rank. Part p generates those
+        of the prompts p, p + parts, ...; `most` and `bar` as in `continue_all`."""
+        mine = slice(model.part, None, model.parts)
+        texts = continue_all(
+            model, self.tokenizer, prompts[mine], most[mine], self.device,
+            bar=bar if world.is_main else None, world=world,
+        )  # fmt: skip
+        every = world.of_parts(model.part, texts)
+        return [every[i % model.parts][i // model.parts] for i in range(len(prompts))]
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the texts."""

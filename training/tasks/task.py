@@ -7,6 +7,7 @@ outputs. Layouts see layers, inputs and targets, never what they mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -40,9 +41,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity."""
+    """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity; NaN: unknown."""
 
-    value: float
+    value: float = math.nan
     generated: list[str] = field(default_factory=list)  # translations or continuations, of `tested`
 
 

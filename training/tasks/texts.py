@@ -107,13 +107,11 @@ def load_pairs(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
 
 def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
     """The rows of each split."""
-    folder = folder_of_lines(dataset, src, tgt)
-    if folder is not None:
-        return parallel_lines(dataset, folder, src, tgt)
+    if lines := parallel_lines(dataset, src, tgt):
+        return lines
     if not Path(dataset).exists():
         return from_hub(dataset)
-    reader, options, files = files_of(Path(dataset), src, tgt)
-    return load_splits(dataset, reader, data_files=escape(files), **options) if files else {}
+    return splits_of(*files_of(Path(dataset), src, tgt))
 
 
 @contextmanager
@@ -151,53 +149,46 @@ def is_plain(dataset: str, found: Mapping[str, Any], src: str, tgt: str) -> bool
     )
 
 
-def folder_of_lines(dataset: str, src: str, tgt: str) -> Path | None:
-    """The folder with train.de and train.en, or alike, if --dataset names one."""
+def parallel_lines(dataset: str, src: str, tgt: str) -> dict[str, ParallelLines]:
+    """The pairs of each split, if --dataset names a folder with train.de and train.en, or alike."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     missing = [key for key in (src, tgt) if not (folder / f"train.{key}").exists()]
     if dataset != BUILTIN and len(missing) == 2:
-        return None
+        return {}
     if missing:
         raise UserError(
             f"--dataset {dataset} --src {src} --tgt {tgt}: it has no train.{missing[0]}; "
             f"--dataset {BUILTIN} has --src de --tgt en, and the reverse"
         )
-    return folder
-
-
-def parallel_lines(dataset: str, folder: Path, src: str, tgt: str) -> Mapping[str, Any]:
-    """The pairs of each split of such a folder, which are read anew each time."""
-    return {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
+    paths = {split: {key: folder / f"{split}.{key}" for key in (src, tgt)} for split in SPLITS}
+    return {split: ParallelLines(dataset, files) for split, files in paths.items()}
 
 
 @dataclass(frozen=True)
-class _ParallelLines:
-    """The pairs of a split whose files are train.de and train.en, or alike."""
+class ParallelLines:
+    """The pairs of a split, from a file for each language; they are read anew each time."""
 
     dataset: str
-    folder: Path
-    split: str
-    src: str
-    tgt: str
+    files: Mapping[str, Path]
 
     def __iter__(self) -> Iterator[Pair]:
-        sides = [self._lines(key) for key in (self.src, self.tgt)]
+        sides = [_lines(path) for path in self.files.values()]
         for number, pair in enumerate(zip_longest(*sides)):
             if None in pair:
                 longer = number + 1 + sum(1 for side in sides for _ in side)
                 source, target = (number if text is None else longer for text in pair)
+                one, other = (path.name for path in self.files.values())
                 raise UserError(
-                    f"--dataset {self.dataset}: {self.split}.{self.src} has "
-                    f"{counted(source, 'line')} and {self.split}.{self.tgt} has {target}: line i "
-                    f"of one must translate line i of the other; {NO_NETWORK}"
+                    f"--dataset {self.dataset}: {one} has {counted(source, 'line')} and {other} "
+                    f"has {target}: line i of one must translate line i of the other; {NO_NETWORK}"
                 )
-            yield dict(zip((self.src, self.tgt), pair, strict=True))
+            yield dict(zip(self.files, pair, strict=True))
 
-    def _lines(self, key: str) -> Iterator[str]:
-        path = self.folder / f"{self.split}.{key}"
-        with refused_if_unreadable(path), path.open(encoding="utf-8-sig", newline="\n") as file:
-            for line in file:
-                yield line.removesuffix("\n")
+
+def _lines(path: Path) -> Iterator[str]:
+    with refused_if_unreadable(path), path.open(encoding="utf-8-sig", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n")
 
 
 def files_of(path: Path, src: str, tgt: str) -> tuple[str, dict[str, Any], dict[str, list[Path]]]:
@@ -221,11 +212,6 @@ def files_of(path: Path, src: str, tgt: str) -> tuple[str, dict[str, Any], dict[
     return *READERS[ending], files
 
 
-def escape(files: Mapping[str, Sequence[Path]]) -> dict[str, list[str]]:
-    """As `datasets` takes them, to which a bracket in a name is a pattern."""
-    return {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
-
-
 def from_hub(dataset: str) -> Mapping[str, Any]:
     """The splits of a dataset on the hub. Raises UserError if it is the name of a file."""
     if Path(dataset).suffix in READERS or dataset.startswith((".", "/", "~")):
@@ -234,17 +220,20 @@ def from_hub(dataset: str) -> Mapping[str, Any]:
         return load_splits(dataset)
 
 
-def load_splits(
-    dataset: str, reader: str | None = None, streaming: bool = False, **options: Any
-) -> Mapping[str, Any]:
-    """The splits of a dataset on the hub, or of files through a reader of `datasets`: lists, or
-    what reads them anew each time."""
+def load_splits(source: str, **options: Any) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or what a reader of `datasets` gives."""
     import datasets  # here: it takes seconds to import
 
-    if reader is None:
-        return datasets.load_dataset(dataset)
-    found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
-    return found if streaming else {split: list(rows) for split, rows in found.items()}
+    return datasets.load_dataset(source, **options)
+
+
+def splits_of(
+    reader: str, options: Mapping[str, Any], files: Mapping[str, Sequence[Path]]
+) -> Mapping[str, Any]:
+    """What `files_of` has found; it is read anew each time, without a copy in a cache."""
+    # To `datasets` a bracket in a name is a pattern.
+    escaped = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
+    return load_splits(reader, streaming=True, data_files=escaped, **options) if files else {}
 
 
 def _columns(row: Mapping[str, Any] | str) -> Mapping[str, Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from training.launch.errors import UserError
 from training.launch.world import World
 
-from .generation import evaluate_bleu, translate
+from .generation import evaluate_bleu
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import Rows, Tokens, encode, ends_of, get_tokenizer
+from .tokens import Rows, Tokens, encode, ends_of, eos, get_tokenizer
 
 
 class TranslationTask(SequenceTask):
@@ -48,13 +48,16 @@ class TranslationTask(SequenceTask):
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """BLEU of the test split's translations."""
         args, test = self.args, self.texts.splits["test"]
-        mine = [pair[args.src] for pair in test[model.part :: model.parts]]
-        sentences = translate(
-            model, mine, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
-            bar="Translating" if world.is_main else None, world=world,
-        )  # fmt: skip
-        generated = self.of_all_parts(world, model, sentences, len(test))
+        generated = self.translated(world, model, [pair[args.src] for pair in test])
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
+
+    def translated(self, world: World, model: Translator, sources: Sequence[str]) -> list[str]:
+        """The translations of all ranks' sentences, greedily. One ends at its end token, or where
+        source and translation fill --model_max_length. All ranks call it."""
+        prompts = [self.tokenizer(text + eos(self.args.src))["input_ids"] for text in sources]
+        most = [self.args.model_max_length - len(prompt) for prompt in prompts]  # or none
+        texts = self.continued(world, model, prompts, most, "Translating")
+        return [text.strip() for text in texts]
 
     def about_data(self) -> str:
         """The number of pairs in each split."""

@@ -31,7 +31,7 @@ Rows = list[tuple[str, str]]
 
 def load(dataset: object, world_size: int = 1, **sizes: int | None) -> AnyTexts:
     """As train.py reads it; the other programs read the same pairs."""
-    found = load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
+    found = load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size, Path("nowhere"))
     if not found.plain and Path(str(dataset)).exists():
         pairs = load_pairs(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
         assert (pairs.splits, pairs.notes) == (found.splits, found.notes)
@@ -154,13 +154,13 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> Non
         assert len({*train, *tested}) == 10100
         words = [set(re.findall(r"\w+", " ".join(part))) for part in (tested, train[:5000])]
         assert words[0] - words[1] == set()
-    assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
+    assert load_pairs("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
     for tgt, said in (
         ("fr", "^--dataset builtin --src de --tgt fr: it has no train.fr; --dataset builtin has "),
         ("de", "--src de --tgt de: two languages are needed, as --src de --tgt en$"),
     ):
         with pytest.raises(UserError, match=said):
-            load_texts("builtin", "de", tgt, ALL, 1)
+            load_texts("builtin", "de", tgt, ALL, 1, Path("nowhere"))
 
 
 # Plain text
@@ -193,7 +193,8 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     assert len(set(found.fingerprints().values())) == 2
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
-    hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
+    rows = {"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]}
+    hub({split: Dataset.from_list(some) for split, some in rows.items()})
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
 
 
@@ -297,9 +298,9 @@ def test_a_copy_of_a_split_without_text_is_as_good_as_none(
     """Plain text needs no test split, and takes its validation from train."""
     texts = {"train": [f"text {i}" for i in range(40)], "validation": nothing, "test": []}
     found = {split: Dataset.from_dict({"text": rows}) for split, rows in texts.items()}
-    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
     hub(found, found, found)
-    small = load_texts("somebody/text", "de", "en", ALL, 1)
+    small = load_texts("somebody/text", "de", "en", ALL, 1, tmp_path)
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
     for _ in range(2):  # a second start finds the copies
         copied = load_texts("somebody/text", "de", "en", ALL, 1, tmp_path)
         for split in ("train", "validation"):
@@ -421,7 +422,8 @@ def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
         "train": [{"translation": pair} for pair in pairs(numbered(0, 9))],
         "validation": pairs(numbered(10, 13)), "test": pairs(numbered(20, 22)), "other": [],
     }  # fmt: skip
-    hub(found, ConnectionError("Couldn't reach\n 'a/b' on the Hub"))
+    rows = {split: Dataset.from_list(some) for split, some in found.items()}
+    hub(rows, ConnectionError("Couldn't reach\n 'a/b' on the Hub"))
     expected = [numbered(0, 4), numbered(10, 13), numbered(20, 22)]
     splits = load("somebody/iwslt", train=4).splits
     assert splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
