@@ -73,19 +73,20 @@ def course_commands(page: str, containing: str = "") -> list[str]:
 
 
 def _begin(
-    decoder: Any, prompts: Sequence[Any], most: Sequence[int], *args: Any, **options: Any
-) -> list[list[int]]:
+    decoder: Any, tokenizer: Any, prompts: Any, most: Sequence[int], *args: Any, **options: Any
+) -> list[str]:
     """`continue_all`, but ten tokens at most: what a tiny model writes does not end, and would take
     half of a run. (test_translations.py translates to the end.)"""
-    return continue_all(decoder, prompts, [min(n, 10) for n in most], *args, **options)
+    few = [min(n, 10) for n in most]
+    return continue_all(decoder, tokenizer, prompts, few, *args, **options)
 
 
-read_lines = texts._ParallelLines._lines
+read_lines = texts._lines
 
 
-def _first_lines(self: Any, key: str) -> Iterator[str]:
+def _first_lines(path: Path) -> Iterator[str]:
     """Of 10,000 that each rank would read: no run here takes more than 300."""
-    return islice(read_lines(self, key), 400)
+    return islice(read_lines(path), 400)
 
 
 class _Stop(BaseException):
@@ -115,8 +116,8 @@ def on_rank(
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("project.figures.style.plot_training", lambda path, *_: path)
         patch.setattr(Saving, "after_step", stop)
-        patch.setattr("training.tasks.generation.continue_all", _begin)
-        patch.setattr(texts._ParallelLines, "_lines", _first_lines)
+        patch.setattr("training.tasks.sequences.continue_all", _begin)
+        patch.setattr(texts, "_lines", _first_lines)
         if tamper is not None:
             tamper(rank, patch)
         args = parse(line)
