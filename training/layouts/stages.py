@@ -24,23 +24,16 @@ from training.tasks.task import Step, TrainingTask
 from .layout import Piece, state_bytes, whole_piece
 from .measure import cut_in_words, stage_sizes
 from .setup import Setup
-from .tensor import MeshLayout, everyone
+from .tensor import MeshLayout
 
 
 class Staged(MeshLayout):
     """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
-    its data axis are replicas, whose gradients are combined.
+    its data axis are replicas, whose gradients are combined."""
 
-    Args:
-        mesh: by default a stage on every rank.
-    """
-
-    def __init__(
-        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh | None = None
-    ) -> None:
-        args, mesh = setup.args, mesh or Mesh(pipeline=everyone(world))
+    def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
-        schedule = args.schedule or "1f1b"
+        args, schedule = setup.args, setup.args.schedule or "1f1b"
         # fsdp has whole models, of one stage: each replica writes its results.
         self.schedule = None if args.strategy == "fsdp" else schedule
         self.num_microbatches = self._number_of_microbatches()

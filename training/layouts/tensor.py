@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -208,12 +207,6 @@ class MeshLayout(LaidOutModel):
     def flat_pieces(self, found: Iterable[FlatPiece]) -> list[Piece]:
         """The rectangles of whole parameters in a flat shard."""
         return self.cut_task.pieces(piece for flat in found for piece in flat_pieces(*flat))
-
-
-def everyone(world: World) -> Axis:
-    """All ranks, on one axis."""
-    group = dist.group.WORLD if world.world_size > 1 else None
-    return Axis(world.rank, world.world_size, group)
 
 
 def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
