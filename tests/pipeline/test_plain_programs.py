@@ -203,8 +203,8 @@ def drawn_again() -> Again:
 
 
 HIDDEN = (
-    r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, "
-    "move or differentiate: return tensors, or tuples, lists and dicts of them"
+    r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, cut, "
+    "move or differentiate: give tensors, or tuples, lists and dicts of them"
 )
 SHARED = "layer 4 (Call) changes a tensor in place that shares memory with another one handed on"
 STRANGE = (

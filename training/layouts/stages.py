@@ -53,6 +53,7 @@ class Staged(MeshLayout):
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
+        self._names = {p: name for name, p in mine.items()}
         self.on_all = [p for name, p in mine.items() if name not in self.cut_task.parts]
         # What ranks of several groups of replicas hold: by name, what stages share; and what tensor
         # ranks have whole. ZeRO 1 holds shards of it.
@@ -171,10 +172,6 @@ class Staged(MeshLayout):
         """Sends the new values to all replicas."""
         if self.sharded is not None:
             self.sharded.publish()
-
-    @property
-    def _names(self) -> dict[Tensor, str]:
-        return {p: name for name, p in self.pipe.named_parameters().items()}
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Those of this rank's stages; a tied one has a copy on every rank that uses it."""

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.flat import FlatPiece
+from data_parallel.gradients import copy_back
 from runtime.mesh import Axis, Mesh
 from runtime.ranks import Ranks
 from runtime.recorder import Recorder
@@ -168,8 +169,7 @@ class CutTask:
             return
         flat = torch.cat([g.flatten() for g in gradients])
         found = by(self.ranks.all_gather(flat[None], 0))
-        for g, part in zip(gradients, found.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(part.view_as(g))  # in place: optimizers and buckets hold this tensor
+        copy_back(found, gradients)  # in place: optimizers and buckets hold these tensors
 
 
 class MeshLayout(LaidOutModel):
