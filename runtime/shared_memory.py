@@ -147,7 +147,9 @@ class SharedBuffers:
 
     def _wait(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
-        seconds = timeout_of(self.group)
+        members: Any = self.group or dist.group.WORLD
+        options = members._get_backend(torch.device("cpu")).options
+        seconds = options._timeout.total_seconds()  # that a rank of the group waits for another
         if not is_ready(pipe, event, seconds):
             raise dist.DistError(f"rank {rank} of the group has been silent for {seconds:g} s")
 
@@ -233,13 +235,6 @@ def read_into(memory: Tensor, file: int, start: int) -> None:
     target, done = memoryview(memory.numpy().data), 0
     while done < len(target):  # a read may stop early
         done += os.preadv(file, [target[done:]], start + done)
-
-
-def timeout_of(group: dist.ProcessGroup | None) -> float:
-    """Seconds that a rank waits for another one of the group."""
-    members: Any = group or dist.group.WORLD
-    seconds: float = members._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return seconds
 
 
 def _create(secret: bytes, nbytes: int) -> int:
