@@ -117,9 +117,8 @@ class Exchange:
         def finish() -> None:
             for (work, terms), reduction in zip(started, reductions, strict=True):
                 work.wait()
-                if (
-                    terms[0] is not reduction.target and reduction.unit.numel
-                ):  # weights may be empty
+                # not where the group has summed, nor of empty weights
+                if terms[0] is not reduction.target and reduction.unit.numel:
                     sum_into(terms, [reduction.target], accumulate=reduction.accumulate)
                 self.gradients.give(reduction.lent)  # sent: nobody needs it any more
 
@@ -156,8 +155,8 @@ class SharedExchange(Exchange):
 
     prefetch = False
 
-    def __init__(self, memory: SharedBuffers, group: dist.ProcessGroup | None) -> None:
-        super().__init__(torch.device("cpu"), group)
+    def __init__(self, memory: SharedBuffers) -> None:
+        super().__init__(torch.device("cpu"), memory.group)
         self.memory = memory
         self._being_read: list[Tensor] = []  # lent to the last reduction
         self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))  # the others read
@@ -171,7 +170,7 @@ class SharedExchange(Exchange):
         # rounded up to a power of two.
         nbytes = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in units)
         memory = SharedBuffers.open(nbytes, group)
-        return None if memory is None else cls(memory, group)
+        return None if memory is None else cls(memory)
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """At the same place on all ranks."""

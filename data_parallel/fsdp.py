@@ -48,7 +48,7 @@ from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, SharedExchange, Wait
 from runtime.guards import Guard, refuse_gradient
-from runtime.meta import Initialize
+from runtime.meta import Initialize, names_of
 from runtime.recorder import Recorder, acting
 from runtime.waits import where_hosts_meet
 
@@ -119,7 +119,7 @@ class FullyShardedDataParallel:
         self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         layers = list(layers)
         model = nn.Sequential(*layers)
-        own_names = {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        own_names = names_of(model)
         names = own_names if names is None else names
         refuse_gradient_hooks(model.named_parameters())
         if init is None and any(t.is_meta for t in own_names):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from runtime.even import even_sizes
-from runtime.guards import hidden_type
+from runtime.guards import refuse_hidden
 
 
 class MicroBatches(list[Any]):
@@ -27,11 +27,7 @@ class MicroBatches(list[Any]):
 def batch_size(value: Any) -> int:
     """The common first dimension of all tensors; ValueError if there is none, or several;
     TypeError if an object hides tensors from pytree."""
-    if (kind := hidden_type(value)) is not None:
-        raise TypeError(
-            f"the batch holds a {kind} with tensors inside, which the pipeline cannot see or cut: "
-            "give tensors, or tuples, lists and dicts of them"
-        )
+    refuse_hidden(value, "the batch holds")
     sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "no tensor"

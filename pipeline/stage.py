@@ -243,7 +243,7 @@ class Stage:
             is_tail = not isinstance(layer, nn.Module)
             name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
             value = guard.call(layer, value, name, self._modes(k, i, graph))
-        refuse_hidden(value, name)
+        refuse_hidden(value, f"{name} hands on")
         graph.products.clear()  # from a layer that differentiates inside its forward
         return value
 

@@ -173,12 +173,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             waiting += gc.get_referents(one)  # items, values, and attributes, in slots too
 
 
-def refuse_hidden(value: Any, who: str) -> None:
-    """TypeError if ``value``, which ``who`` hands on, hides tensors from pytree."""
+def refuse_hidden(value: Any, has: str) -> None:
+    """TypeError if ``value`` hides tensors from pytree. ``has``: as "the batch holds"."""
     if (kind := hidden_type(value)) is not None:
         raise TypeError(
-            f"{who} hands on a {kind} with tensors inside, which the pipeline cannot see, "
-            "move or differentiate: return tensors, or tuples, lists and dicts of them"
+            f"{has} a {kind} with tensors inside, which the pipeline cannot see, cut, move or "
+            "differentiate: give tensors, or tuples, lists and dicts of them"
         )
 
 

@@ -147,10 +147,10 @@ class SharedBuffers:
 
     def _wait(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
-        seconds = timeout_of(self.group)
-        poll = select.poll()
-        poll.register(pipe, event)
-        if not poll.poll(1000 * seconds):
+        members: Any = self.group or dist.group.WORLD
+        options = members._get_backend(torch.device("cpu")).options
+        seconds = options._timeout.total_seconds()  # that a rank of the group waits for another
+        if not is_ready(pipe, event, seconds):
             raise dist.DistError(f"rank {rank} of the group has been silent for {seconds:g} s")
 
     def _hear(self, rank: int) -> bytes:
@@ -202,10 +202,8 @@ class SharedBuffers:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
         offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
-        target = memoryview(into.view(torch.uint8).numpy().data)
-        done = 0
-        while done < len(target):  # a read may stop early; the secret comes before the buffer
-            done += os.preadv(self._files[rank], [target[done:]], ALIGNMENT + offset + done)
+        # the secret comes before the buffer
+        read_into(into.view(torch.uint8), self._files[rank], ALIGNMENT + offset)
 
 
 def open_pipes(
@@ -225,11 +223,18 @@ def open_pipes(
     return {r: reader for r, (reader, _) in pipes.items()}, outboxes
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> float:
-    """Seconds that a rank waits for another one of the group."""
-    members: Any = group or dist.group.WORLD
-    seconds: float = members._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return seconds
+def is_ready(pipe: int, event: int, seconds: float) -> bool:
+    """Waits until a pipe can be read or written (`event`, of `select`); False after `seconds`."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(1000 * seconds))
+
+
+def read_into(memory: Tensor, file: int, start: int) -> None:
+    """Fills a tensor of bytes from byte `start` of a file."""
+    target, done = memoryview(memory.numpy().data), 0
+    while done < len(target):  # a read may stop early
+        done += os.preadv(file, [target[done:]], start + done)
 
 
 def _create(secret: bytes, nbytes: int) -> int:

@@ -26,17 +26,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 from collections.abc import Sequence
 from io import FileIO
 from multiprocessing.connection import Connection
+from select import POLLOUT
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.shared_memory import ALIGNMENT, SharedBuffers, open_pipes
+from runtime.shared_memory import ALIGNMENT, SharedBuffers, is_ready, open_pipes, read_into
 
 from .messages import Link, Message, PeerError
 
@@ -64,7 +64,8 @@ class SharedLink(Link):
         message.write(torch.frombuffer(buffer, dtype=torch.uint8, offset=ALIGNMENT))
         buffer[ALIGNMENT + nbytes : ALIGNMENT + nbytes + length] = message.head  # after the body
         buffer[0] = _UNREAD
-        if not self._has_room(self.timeout):  # the other end has left 1,000 messages unread
+        # it is full if the other end has left 1,000 messages unread
+        if not is_ready(self._outbox.fileno(), POLLOUT, self.timeout):
             raise PeerError(f"it has been silent for {self.timeout:g} s")
         try:
             self._outbox.send((begin, nbytes, length))
@@ -75,16 +76,13 @@ class SharedLink(Link):
     def receive(self) -> tuple[bytes, Tensor]:
         begin, nbytes, length = self._next()
         copy = torch.empty(nbytes + length, dtype=torch.uint8, device="cpu")
-        target, done = memoryview(copy.numpy().data), 0
-        while done < len(target):  # a read may stop early
-            start = begin + ALIGNMENT + done
-            done += os.preadv(self._other.fileno(), [target[done:]], start)
+        read_into(copy, self._other.fileno(), begin + ALIGNMENT)
         os.pwrite(self._other.fileno(), bytes([_FREE]), begin)
         return copy[nbytes:].numpy().tobytes(), copy[:nbytes]
 
     def fail(self, reason: str) -> None:
         with contextlib.suppress(OSError):  # it may have ended
-            if self._has_room(0):
+            if is_ready(self._outbox.fileno(), POLLOUT, 0):
                 self._outbox.send(reason[-_LONGEST_REASON:])
 
     def close(self) -> None:
@@ -109,12 +107,6 @@ class SharedLink(Link):
         buffer = mmap.mmap(self._own.fileno(), self._end - begin, offset=begin)
         self._buffers.append((begin, buffer))
         return begin, buffer
-
-    def _has_room(self, seconds: float) -> bool:
-        """Whether `send` would not wait, now or within some seconds."""
-        poll = select.poll()
-        poll.register(self._outbox, select.POLLOUT)
-        return bool(poll.poll(seconds * 1000))
 
     def _next(self) -> tuple[int, int, int]:
         """Wait for the place of the next message, and the lengths of its body and head."""

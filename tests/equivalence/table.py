@@ -109,7 +109,9 @@ def sharded(zero: int) -> Build:
 def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
     """A rank per stage, or per ``chunks`` of them; m micro-batches."""
     options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
-    return lambda task, world, setup: Staged(task, world, having(setup, cut, **options))
+    return lambda task, world, setup: Staged(
+        task, world, having(setup, cut, **options), make_mesh(1, world.world_size, 1, 60.0)
+    )
 
 
 def mesh(

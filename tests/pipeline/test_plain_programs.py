@@ -203,8 +203,8 @@ def drawn_again() -> Again:
 
 
 HIDDEN = (
-    r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, "
-    "move or differentiate: return tensors, or tuples, lists and dicts of them"
+    r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, cut, "
+    "move or differentiate: give tensors, or tuples, lists and dicts of them"
 )
 SHARED = "layer 4 (Call) changes a tensor in place that shares memory with another one handed on"
 STRANGE = (
@@ -314,7 +314,7 @@ def refused(name: str, holder: nn.Module) -> Any:
 def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
     model = nested()
     with Pipe(model, split_size=4) as pipe:
-        holders = {name: model.get_submodule(name) for name in ("0", "0._module", "0._module.1")}
+        holders = {name: model.get_submodule(name) for name in ("0", "0.module", "0.module.1")}
         holders |= {"the Sequential": model, "partitions.1": pipe.partitions[1]}
         for name, holder in holders.items():
             for register in (holder.register_forward_hook, holder.register_full_backward_hook):

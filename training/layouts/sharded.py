@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Mesh
+from runtime.meta import names_of
 from runtime.recompute import NEVER
 from runtime.waits import where_hosts_meet
 from training.launch.world import World
@@ -20,31 +21,23 @@ from training.tasks.task import Step, TrainingTask
 
 from .layout import Piece
 from .setup import Setup
-from .tensor import MeshLayout, everyone
+from .tensor import MeshLayout
 
 
 class Sharded(MeshLayout):
-    """Parameters, gradients and optimizer state in shards over the mesh's data axis.
+    """Parameters, gradients and optimizer state in shards over the mesh's data axis."""
 
-    Args:
-        mesh: by default all ranks on the data axis.
-    """
-
-    def __init__(
-        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh | None = None
-    ) -> None:
-        args, mesh = setup.args, mesh or Mesh(data=everyone(world))
+    def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
+        args, cut_task = setup.args, self.cut_task
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
         compute_dtype = torch.bfloat16 if args.precision == "bf16" else None
-        cut_task, model = self.cut_task, self.cut_task.model
         self.modules = cut_task.layers
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
-            names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
-            init=cut_task.initialize, zero=args.zero or 3, compute_dtype=compute_dtype,
-            device=world.device, group=mesh.data.group,
+            names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
+            compute_dtype=compute_dtype, device=world.device, group=mesh.data.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             kind=lambda name: name in cut_task.parts,  # cut parameters and whole ones apart
         )  # fmt: skip

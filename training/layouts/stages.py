@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -25,23 +24,16 @@ from training.tasks.task import Step, TrainingTask
 from .layout import Piece, state_bytes, whole_piece
 from .measure import cut_in_words, stage_sizes
 from .setup import Setup
-from .tensor import MeshLayout, everyone
+from .tensor import MeshLayout
 
 
 class Staged(MeshLayout):
     """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
-    its data axis are replicas, whose gradients are combined.
+    its data axis are replicas, whose gradients are combined."""
 
-    Args:
-        mesh: by default a stage on every rank.
-    """
-
-    def __init__(
-        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh | None = None
-    ) -> None:
-        args, mesh = setup.args, mesh or Mesh(pipeline=everyone(world))
+    def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
-        schedule = args.schedule or "1f1b"
+        args, schedule = setup.args, setup.args.schedule or "1f1b"
         # fsdp has whole models, of one stage: each replica writes its results.
         self.schedule = None if args.strategy == "fsdp" else schedule
         self.num_microbatches = self._number_of_microbatches()
@@ -61,6 +53,7 @@ class Staged(MeshLayout):
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
+        self._names = {p: name for name, p in mine.items()}
         self.on_all = [p for name, p in mine.items() if name not in self.cut_task.parts]
         # What ranks of several groups of replicas hold: by name, what stages share; and what tensor
         # ranks have whole. ZeRO 1 holds shards of it.
@@ -179,10 +172,6 @@ class Staged(MeshLayout):
         """Sends the new values to all replicas."""
         if self.sharded is not None:
             self.sharded.publish()
-
-    @cached_property
-    def _names(self) -> dict[Tensor, str]:
-        return {p: name for name, p in self.pipe.named_parameters().items()}
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Those of this rank's stages; a tied one has a copy on every rank that uses it."""

@@ -21,11 +21,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.flat import FlatPiece
+from data_parallel.gradients import copy_back
 from runtime.mesh import Axis, Mesh
 from runtime.ranks import Ranks
 from runtime.recorder import Recorder
@@ -169,8 +169,7 @@ class CutTask:
             return
         flat = torch.cat([g.flatten() for g in gradients])
         found = by(self.ranks.all_gather(flat[None], 0))
-        for g, part in zip(gradients, found.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(part.view_as(g))  # in place: optimizers and buckets hold this tensor
+        copy_back(found, gradients)  # in place: optimizers and buckets hold these tensors
 
 
 class MeshLayout(LaidOutModel):
@@ -208,12 +207,6 @@ class MeshLayout(LaidOutModel):
     def flat_pieces(self, found: Iterable[FlatPiece]) -> list[Piece]:
         """The rectangles of whole parameters in a flat shard."""
         return self.cut_task.pieces(piece for flat in found for piece in flat_pieces(*flat))
-
-
-def everyone(world: World) -> Axis:
-    """All ranks, on one axis."""
-    group = dist.group.WORLD if world.world_size > 1 else None
-    return Axis(world.rank, world.world_size, group)
 
 
 def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
