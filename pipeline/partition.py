@@ -28,10 +28,19 @@ class WithDevice(nn.Module):
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         super().__init__()
-        self.module, self.device = module, torch.device(device)
+        self._module = module
+        self._device = torch.device(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return self._module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
 
 def _retrieve_device(module: nn.Module) -> torch.device | None:
@@ -129,7 +138,7 @@ def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn
         name = f"{path}.{key}" if path else key
         while isinstance(layer, WithDevice):
             yield name, layer
-            layer, name = layer.module, f"{name}.module"
+            layer, name = layer.module, f"{name}._module"
         if _is_nested(layer):
             yield from containers(layer, name)
 

@@ -314,7 +314,7 @@ def refused(name: str, holder: nn.Module) -> Any:
 def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
     model = nested()
     with Pipe(model, split_size=4) as pipe:
-        holders = {name: model.get_submodule(name) for name in ("0", "0.module", "0.module.1")}
+        holders = {name: model.get_submodule(name) for name in ("0", "0._module", "0._module.1")}
         holders |= {"the Sequential": model, "partitions.1": pipe.partitions[1]}
         for name, holder in holders.items():
             for register in (holder.register_forward_hook, holder.register_full_backward_hook):
