@@ -84,6 +84,7 @@ def search(
 ) -> tuple[list[PricedStep], list[Layout]]:
     """The fastest layouts that fit, fastest first, and all that may be worth trying on a better
     machine. Raises ValueError if none fits, with the one that needs least."""
+    Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that no batch helps
     steps = [
         PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
     ]

@@ -18,7 +18,9 @@ from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+from pipeline.schedules.catalogue import SCHEDULES
 
 from .cost import LOGITS, PricedStep
 from .describe import MODELS, Layout, Machine, Model, as_number, choices, layout_of, model_of
@@ -27,6 +29,7 @@ REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, a
 MEASURED = ("seconds_per_step", "memory_gb", "fits")
 SIZES, LAYOUT = (get_type_hints(kind, include_extras=True) for kind in (Model, Layout))
 del LAYOUT["batch_size"], LAYOUT["order"]
+LAYOUT["schedule"] = Annotated[str, tuple(SCHEDULES)]  # sequential, too, as run_pipeline.py has it
 COLUMNS = ("model", *SIZES, "gpus_per_node", "global_batch", *LAYOUT, "loss", *MEASURED)
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
@@ -40,7 +43,7 @@ SPELLINGS = {  # of columns, and of words in them
     "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
 SILENT = ("", "-", "?", "na", "n/a", "nan", "none", "null", "unknown")  # a cell that says nothing
-MORE = "more"  # the cells of a row that no column of the header is for
+MORE = "MORE"  # the cells of a row that no column is for: a header is read in small letters
 PREDICTED = ("predicted_seconds", "predicted_memory_gb", "predicted_fits")
 
 Row = Mapping[str, str]
@@ -77,7 +80,7 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
-        if row.get(MORE):
+        if row.get(MORE, "").strip():
             raise ValueError("it has more cells than the header; a cell with a comma needs quotes")
         for name, cell in row.items():
             # pandas writes 2.0 for 2 where another cell of the column is empty

@@ -61,12 +61,12 @@ class Parser(argparse.ArgumentParser):
         with self._one_line():
             return super().parse_known_args(self._checked(args), namespace)
 
-    def parse_known_intermixed_args(
+    def parse_intermixed_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
-        """The same: since Python 3.12.8 it does not call the one above."""
+        """The same. (Since Python 3.12.8 it does not parse through the one above.)"""
         with self._one_line():
-            return super().parse_known_intermixed_args(self._checked(args), namespace)
+            return super().parse_intermixed_args(self._checked(args), namespace)
 
     @contextmanager
     def _one_line(self) -> Iterator[None]:

@@ -64,6 +64,7 @@ def resumed(given: O, typed: Set[str], *strategies: str) -> O:
     if not given.resume:
         return given
     saved = options_of_checkpoint(given.workdir, strategies, typed)
+    saved |= {name: saved[name] or "all" for name in SPLIT_SIZES if name in saved}
     return replace(given, **{name: saved[name] for name in shown(type(given)) if name in saved})
 
 

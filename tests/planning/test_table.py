@@ -30,7 +30,9 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
     for change, attribute, value in (
         ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2),
         ({"zero": "DDP"}, "zero", 0),
-        ({"schedule": "ZB_H1"}, "schedule", "zb"), ({"schedule": "none"}, "schedule", "1f1b"),
+        ({"schedule": "ZB_H1"}, "schedule", "zb"),
+        ({"schedule": "sequential"}, "schedule", "sequential"),
+        ({"schedule": "none"}, "schedule", "1f1b"),
         ({"schedule": "Interleaved 1F1B", "chunks": "2", "pp": "2"}, "schedule", "interleaved"),
         ({"recompute": "True"}, "recompute", "always"), ({"recompute": "0"}, "recompute", "never"),
     ):  # fmt: skip
@@ -68,8 +70,8 @@ def test_layouts_of_one_model_are_compared_and_whole_numbers_may_have_a_point() 
 def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(
-        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3,\n,,,,,,\n"
-        "4,2,2,9,4,1,3,2\n", "utf-8",
+        "n_layer,n_embd,N_head, vocab_size,seq,gpus,batch_size,more\n2,8,2,9,4,1,3,x, \n,,,,,,\n"
+        "4,2,2,9,4,1,3,x,2\n", "utf-8",
     )  # fmt: skip
     row, longer = read_table(path)  # a spreadsheet's last cells and lines are empty
     assert row_of(row, A100)[1].batch_size == 3

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import shutil
+from argparse import ArgumentError
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,6 +136,18 @@ def test_a_language_may_have_any_name(trained: Trained, tmp_path: Path) -> None:
 def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(UserError, match=said):
         call(*args)
+
+
+def test_what_argparse_raises_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From Python 3.12.5 on a word that no option takes is an error that is raised."""
+    unknown = Mock(side_effect=ArgumentError(None, "unrecognized arguments: -x"))
+    monkeypatch.setattr("argparse.ArgumentParser.parse_intermixed_args", unknown)
+    with pytest.raises(SystemExit):
+        generate.parse_generate(["work", "-x"])
+    said = capsys.readouterr().err
+    assert said.endswith("error: unrecognized arguments: -x; --help explains all\n")
 
 
 def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:

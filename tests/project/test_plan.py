@@ -29,7 +29,8 @@ from project.plan import main
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
         ("check no.csv --machine h100", "no.csv: No such file"),
-        ("search --model gpt2 --gpus 13 --batch_size 5", "--batch_size 13 has some"),
+        ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
+        ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
     ],
 )  # fmt: skip
 def test_a_mistake_gets_one_sentence(

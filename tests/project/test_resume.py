@@ -119,13 +119,14 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     """Model, data, batch, dropout and length of the run, though programs have other defaults; the
     layout, for the same strategy."""
     line = f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1 --save_every 4 --world_size 1 "
-    run(line + "--gradient_sync flat --timeout 9", stop_at=5)
+    run(line + "--gradient_sync flat --timeout 9 --n_test all", stop_at=5)
     resumed = "--resume --workdir work "
 
     def taken(typed: str) -> tuple[Any, ...]:
         args = parse(f"{typed} {resumed}")
         return args.save_every, args.timeout, args.world_size, args.gradient_sync
 
+    assert parse(f"train ddp {resumed}").n_test is None
     assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
     assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
