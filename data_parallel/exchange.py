@@ -117,9 +117,8 @@ class Exchange:
         def finish() -> None:
             for (work, terms), reduction in zip(started, reductions, strict=True):
                 work.wait()
-                if (
-                    terms[0] is not reduction.target and reduction.unit.numel
-                ):  # weights may be empty
+                # Not summed there yet, and not empty, as all weights of a unit may be.
+                if terms[0] is not reduction.target and reduction.unit.numel:
                     sum_into(terms, [reduction.target], accumulate=reduction.accumulate)
                 self.gradients.give(reduction.lent)  # sent: nobody needs it any more
 

@@ -66,9 +66,8 @@ class StagesInThreads(_InOneProcess):
         self.task, self.setup, self.devices = task, setup, devices
         args, self.schedule = setup.args, setup.args.schedule or "1f1b"
         self.num_microbatches = args.num_microbatches or 4
-        ranks = ranks_of_stages(
-            self.schedule, len(devices), args.chunks
-        )  # each stage's device, as a number
+        # Each stage's device, as a number.
+        ranks = ranks_of_stages(self.schedule, len(devices), args.chunks)
         self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
         self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches)
