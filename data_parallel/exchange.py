@@ -117,8 +117,7 @@ class Exchange:
         def finish() -> None:
             for (work, terms), reduction in zip(started, reductions, strict=True):
                 work.wait()
-                # not where the group has summed, nor of empty weights
-                if terms[0] is not reduction.target and reduction.unit.numel:
+                if terms[0] is not reduction.target:  # else the sum is there
                     sum_into(terms, [reduction.target], accumulate=reduction.accumulate)
                 self.gradients.give(reduction.lent)  # sent: nobody needs it any more
 

@@ -47,6 +47,7 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
     given = {name: value for name, value in fixed.items() if value is not None}
     batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
+    may_split = given.get("sequence_parallel", True)
     for tp, pp in product(divisors(gpus), divisors(gpus)):
         dp = gpus // (tp * pp)
         if dp * tp * pp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
@@ -61,7 +62,7 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
         for b, (schedule, chunks), zero, recompute in product(batches, kinds, zeros, again):
             layout = Layout(
                 gpus, dp, pp, tp, b, batch_size, schedule, chunks, zero, recompute,
-                given.get("precision", "bf16"), tp > 1 and model.seq % tp == 0,
+                given.get("precision", "bf16"), may_split and tp > 1 and model.seq % tp == 0,
             )  # fmt: skip
             legal = batch_size // dp % b == 0 and layout.stages <= model.layers
             if legal and all(getattr(layout, name) == value for name, value in given.items()):
@@ -113,10 +114,11 @@ def search(
 def neighbours(best: PricedStep) -> Iterator[tuple[str, PricedStep]]:
     """Layouts that differ from it in one choice, and the choice."""
     at, seq = best.layout, best.model.seq
+    may_split = at.tp == 1 or at.sequence_parallel
     for change in _changes(at):
         other = replace(at, **change)
         most = 0 if other.dp == 1 else 1 if other.pp > 1 else 3
-        split = other.tp > 1 and seq % other.tp == 0
+        split = may_split and other.tp > 1 and seq % other.tp == 0
         other = replace(other, zero=min(other.zero, most), sequence_parallel=split)
         if other.pp == 1:
             other = replace(other, schedule="1f1b", chunks=None)

@@ -115,7 +115,8 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule
          "it is how CUDA devices multiply", "--precision fp32 works"),
         ("precision device", args.precision != "fp64" or kind != "mps",
          "this device has no float64", "--precision fp32, or --device cpu, works"),
-        ("save_every keep", args.save_every is None or args.keep > 0,
+        # A resume has the former of its checkpoint.
+        ("save_every keep", args.save_every is None or args.keep > 0 or args.resume,
          "no checkpoint would stay", "--keep 1 works"),
     ]  # fmt: skip
     if args.compile:

@@ -161,8 +161,8 @@ class Files:
     workdir: Path = Path("workdir")
     """folder for tokenizer, results, checkpoints and figures; earlier results are set aside"""
     resume: bool = False
-    """go on from the newest intact checkpoint in the workdir, if there is one, with its options
-    where you type none"""
+    """go on from the newest intact checkpoint in the workdir, if there is one; what you do not type
+    is as it was"""
     save_every: Count | None = None
     """steps between checkpoints; there is always one at the end of an epoch"""
     keep: Whole = 2

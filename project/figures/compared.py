@@ -29,9 +29,8 @@ from .recorded import Run
 from .steps import Workers, actions_of, bubbles, duration, in_step, spent, steps_of
 
 REPLICAS, OTHER = "slower ranks", "other"
-ActionTimes = dict[
-    Action, tuple[float, float]
-]  # of a worker: its actions in order, with start and end
+# Of a worker: its actions in order, with start and end.
+ActionTimes = dict[Action, tuple[float, float]]
 
 
 class StepSeconds(NamedTuple):

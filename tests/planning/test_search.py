@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planning.cost import PricedStep
-from planning.describe import machine, model_of
+from planning.describe import Layout, machine, model_of
 from planning.search import command, layouts, neighbours, search, what_if, why
 from project.train import parse_train
 
@@ -27,6 +27,15 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     reasons = {change: why(best[0], other) for change, other in neighbours(best[0])}
     assert any("slower: " in reason for reason in reasons.values())
     assert all("-" not in reason.split(" slower")[0] for reason in reasons.values())
+
+
+def test_positions_are_whole_where_that_is_asked_for() -> None:
+    """Also of a cut model, and with one choice changed."""
+    cut = [layout.tp for layout in layouts(MODEL, 8, 64)]
+    assert [x.tp for x in layouts(MODEL, 8, 64, sequence_parallel=False)] == cut
+    best = PricedStep(MODEL, Layout(8, dp=4, tp=2, batch_size=64), A100)
+    near = [step.layout for _, step in neighbours(best)]
+    assert max(x.tp for x in near) == 4 and not any(x.sequence_parallel for x in near)
 
 
 def test_a_better_machine_is_never_slower() -> None:

@@ -130,6 +130,7 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
     assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
+    assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
     assert taken("train fsdp")[:3] == (4, 9.0, 2)
     with monkeypatch.context() as patch:
         for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}.items():
