@@ -110,8 +110,7 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
             "without --resume the run starts from scratch"
         )
     if checkpoint is None:
-        note = f"--resume: {folder} has no checkpoint; starting from scratch with what was typed."
-        return Resume(None, (note,))
+        return Resume(None, (f"--resume: {folder} has no checkpoint; starting afresh, as typed.",))
     name, state = checkpoint.folder.name, checkpoint.state
     # A learning rate that decays is a function of the run's length, too.
     fixed = DECIDE if args.lr_scheduler == "constant" else DECIDE | LENGTH

@@ -85,7 +85,7 @@ def test_with_the_same_layout_bit_for_bit(
         printed, error = run(f"{line} {where}", world_of(n), stop_at=last)
         assert error is None, printed
         begins = workdir == whole or last is not None
-        assert ("has no checkpoint; starting from scratch with what" in printed) == begins
+        assert ("has no checkpoint; starting afresh, as typed." in printed) == begins
     assert f": {stop_at // 2 * 2} steps done." in printed
     assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == steps
     assert outcome(parts) == outcome(whole)
