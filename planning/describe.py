@@ -103,7 +103,7 @@ class Layout:
     """
 
     gpus: int
-    """default: dp x pp x tp in predict, one node in search"""
+    """default in predict: dp x pp x tp, in search: one node"""
     dp: int = 1
     """replicas"""
     pp: int = 1
@@ -113,15 +113,15 @@ class Layout:
     micro_batch: int = 1
     """sequences per micro-batch"""
     batch_size: int = 1
-    """sequences per step, over all GPUs"""
+    """sequences per step, over all GPUs; required"""
     schedule: Annotated[str, tuple(name for name in SCHEDULES if name != "sequential")] = "1f1b"
-    """order of a pipeline's work; 1f1b in predict"""
+    """order of a pipeline's work; default in predict: 1f1b"""
     chunks: int | None = None
     """stages per rank, of interleaved"""
     zero: Annotated[int, (0, 1, 2, 3)] = 0
-    """divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"""
+    """replicas divide: 1 optimizer state, 2 + gradients, 3 + parameters; default in predict: 0"""
     recompute: Annotated[str, ("never", "selective", "always")] = "never"
-    """activations in backward; selective: of attention only; never in predict"""
+    """compute activations again in backward; selective: of attention; default in predict: never"""
     precision: Annotated[str, ("fp32", "fp16", "bf16")] = "bf16"
     """default: bf16"""
     sequence_parallel: bool = False
@@ -155,7 +155,8 @@ class Layout:
         per, heads, shared = self.dp * self.micro_batch, model.heads, model.kv_heads or model.heads
         rules = (
             (model.hidden % heads == 0,
-             f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide"),
+             f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide; "
+             f"--n_embd {_up(model.hidden, heads)} works"),
             (heads % shared == 0,
              f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
              f"--kv_heads {math.gcd(shared, heads)} works"),
@@ -169,6 +170,8 @@ class Layout:
             (self.stages <= model.layers,
              f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
              f"blocks, and the model has {model.layers}; fewer stages work"),
+            (self.chunks is None or self.pp > 1,
+             f"--chunks {self.chunks} --pp {self.pp}: one rank has one stage; leave --chunks out"),
             (self.zero < 2 or self.pp == 1,
              f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all gradients; "
              "--zero 1, or --pp 1, works"),
@@ -340,9 +343,7 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     given = known | given
     needed = ("layers", "hidden", "heads", "vocab", "seq")
     if missing := [name for name in needed if name not in given]:
-        raise ValueError(
-            f"{', '.join(missing)} missing: a model is a preset, or has all of {', '.join(needed)}"
-        )
+        raise ValueError(f"{', '.join(missing)} missing: give them, or a preset, such as gpt2-xl")
     return Model(**given)
 
 

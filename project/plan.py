@@ -70,7 +70,7 @@ BAR = 30  # characters of a whole bar
 Option = tuple[str, Callable[[str], Any] | tuple[Any, ...], str]
 MACHINE: tuple[Option, ...] = (
     ("--machine", str,
-     f"a YAML file, or {', '.join(machines())}; default, but not of check: a100-80gb"),
+     f"a YAML file, or {', '.join(machines())}; check needs one, else the default is a100-80gb"),
     ("--network", str, f"GB/s of a node, or {', '.join(NETWORKS)}"),
     ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
 )  # fmt: skip
@@ -79,8 +79,8 @@ PRESET: Option = (
 )  # fmt: skip
 TOP: Option = ("--top", count, "layouts to show; default: 5")
 SIMULATE: tuple[Option, ...] = (
-    ("--stages", count, "ranks of the pipeline"),
-    ("--num_microbatches", count, "per step"),
+    ("--stages", count, "ranks of the pipeline; required"),
+    ("--num_microbatches", count, "per step; required"),
     ("--schedule", tuple(SCHEDULES), "default: 1f1b"),
     ("--chunks", count, "stages per rank, of interleaved; each takes its part of the seconds"),
     ("--forward", str, "F, of one micro-batch; default: 1"),
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, text: str, needed: Sequence[str] = (), **groups: Sequence[Option]
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, help=text)
-        made.add_argument("--json", action="store_true", help="keys: docs/planning_details.md")
+        made.add_argument("--json", action="store_true", help="JSON: docs/planning_details.md")
         for title, options in groups.items():
             group = made.add_argument_group(title)
             for names, kind, meaning in options:
@@ -242,8 +242,8 @@ def run_check(args: argparse.Namespace) -> None:
         print(title, *problems[:5], sep="\n  ")
     timed = [(row["predicted_seconds"] / row["seconds_per_step"], row)
              for row in rows if row["seconds_per_step"] and not row["problem"]]  # fmt: skip
-    if timed:
-        print("\nThe worst rows:\n measured predicted  ratio   GiB predicted  layout")
+    head = "\nThe worst rows:\n measured predicted  ratio   GiB predicted  layout"
+    print(head if timed else "\nNo row has a time to compare: seconds_per_step.")
     shown = ("layers", "hidden", "dp", "tp", "pp", "micro_batch", "zero", "global_batch")
     for ratio, row in sorted(timed, key=lambda pair: -abs(pair[0] - 1))[:5]:
         print(f"{row['seconds_per_step']:9.4g} {row['predicted_seconds']:9.4g} {ratio:6.2f} "
@@ -274,9 +274,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     if not 0 <= args.transfer < math.inf:
         raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
     if not sum(map(sum, passes)):
-        raise ValueError(
-            "--forward 0 --backward_input 0 --backward_weight 0: something must take time"
-        )
+        raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
     found = simulator.run(Work(
         with_times(*passes), lambda _: args.transfer, not args.no_overlap,
         times["recompute"].__getitem__, times["exchange"].__getitem__, not args.exchange_after,
@@ -308,11 +306,12 @@ def say_simulation(found: Simulation, peaks: Sequence[float]) -> None:
     """Prints it."""
     print(f"step                {found.seconds:10.6g}\n"
           f"bubble              {found.bubble:10.2%}   idle share of the step\n"
-          f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
-          f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank")  # fmt: skip
-    print("\nIdle seconds of a rank, on average")
+          f"bubble over work    {found.bubble_over_work:10.2%}   idle time by that of work\n"
+          f"held at most        {', '.join(f'{p:.4g}' for p in peaks)}   per rank")  # fmt: skip
+    print("\nIdle time of a rank, on average")
     for cause, seconds in found.idle.items():
-        print(f"  {cause:12} {seconds:10.6g}")
+        if seconds > 1e-9 * found.seconds:  # more than rounding
+            print(f"  {cause:12} {seconds:10.6g}")
     print("\nThe longest gaps")
     for gap in sorted(found.gaps, key=lambda gap: gap.start - gap.end)[:5]:
         waits = f", waits for {_named(gap.waits_for)}" if gap.waits_for else ""
@@ -330,8 +329,8 @@ def _event(timed: Timed) -> list[Any]:
 
 def run_calibrate(args: argparse.Namespace) -> None:
     """`calibrate`."""
-    if not (folder := args.output.absolute().parent).is_dir():  # said before a minute's work
-        raise ValueError(f"--output {args.output}: there is no folder {folder}; make it first")
+    if args.output.is_dir() or not args.output.absolute().parent.is_dir():  # before a minute's work
+        raise ValueError(f"--output {args.output}: it must name a file in an existing folder")
     from planning.calibrate import calibrate  # torch takes seconds to import
 
     found = calibrate()

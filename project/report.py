@@ -180,7 +180,8 @@ class Reported(Run):
         part = (dp - 1) / dp * whole
         # ZeRO-2 and 3 gather what layers compute with; gradients are summed in fp32.
         gathered = part / 2 if zero >= 2 and used.get("precision") == "bf16" else part
-        m = used["num_microbatches"] if zero >= 2 else 1  # which each exchange
+        recorded = micro_batches(self.step.events) if self.step else 1
+        m = (used["num_microbatches"] or recorded) if zero >= 2 else 1  # which each exchange
         sent = {
             "activations to the next stage": hidden if stages > 1 else 0,
             "gradients of activations to the stage before": hidden if stages > 1 else 0,

@@ -54,7 +54,9 @@ THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_par
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(PipelineOptions, description, argv)
-    args = rules.resumed(given, typed, *THREAD_MODES)
+    # As a strategy is: another mode has another layout, and one that is not typed is kept.
+    modes = (given.model_parallel_mode,) if "model_parallel_mode" in typed else THREAD_MODES
+    args = rules.resumed(given, typed, *modes)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
@@ -85,11 +87,10 @@ def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
         f"torchrun started {started} ranks, and run_pipeline.py is one process",
         "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
     )  # fmt: skip
-    free = "--model_parallel_mode pipeline_parallel --pipeline whole"
+    free = "leave it out, or use --model_parallel_mode pipeline_parallel --pipeline whole"
     for name, value in decided(args).items():
         fits = getattr(args, name) in (UNSET, value)
-        rule = f"with these it is {value}"
-        yield f"{name} model_parallel_mode pipeline", fits, rule, f"leave it out, or use {free}"
+        yield f"{name} model_parallel_mode pipeline", fits, f"with these it is {value}", free
 
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:

@@ -45,8 +45,7 @@ LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
 OF_LAYOUT = {
     "world_size", "dp", "pp", "tp", "zero", "sequence_parallel", "schedule", "chunks", "balance",
-    "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "model_parallel_mode",
-    "num_devices", "pipeline",
+    "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "num_devices", "pipeline",
 }  # fmt: skip
 # Of one computer, or of one start. A resume takes none of these.
 OF_ONE_START = {
@@ -111,7 +110,7 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
             "without --resume the run starts from scratch"
         )
     if checkpoint is None:
-        return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
+        return Resume(None, (f"--resume: {folder} has no checkpoint; starting afresh, as typed.",))
     name, state = checkpoint.folder.name, checkpoint.state
     # A learning rate that decays is a function of the run's length, too.
     fixed = DECIDE if args.lr_scheduler == "constant" else DECIDE | LENGTH

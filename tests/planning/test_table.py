@@ -40,7 +40,7 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
     for change, message in (
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
         ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
-        ({"layers": ""}, "layers missing: a model is a preset, or has all of layers, hidden"),
+        ({"layers": ""}, "layers missing: give them, or a preset, such as gpt2-xl"),
         ({"tp": "two"}, "tp is 'two', and must be a whole number"),
         ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
         ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),

@@ -15,13 +15,16 @@ from project.plan import main
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("calibrate --output /no/such/m.yaml", "there is no folder /no/such; make it first"),
+        ("calibrate --output /no/such/m.yaml", "it must name a file in an existing folder"),
+        ("calibrate --output /", "it must name a file in an existing folder"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
         ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
+        ("predict --model gpt2 --batch_size 8 --chunks 2", "--pp 1: one rank has one stage"),
+        ("predict --model gpt2 --n_embd 100 --batch_size 8", "--n_embd 108 works"),
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
         ("predict --model gpt2 --batch_size 11 --dp 11", "gpus 11: nodes of 8 cannot share them"),
         ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
@@ -130,3 +133,15 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             run(f"check {path} --machine a100-80gb", capsys)
         assert message in capsys.readouterr().err
+
+
+def test_a_user_reads_no_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirds of a second leave rounding in sums. A table without times says so."""
+    words = "simulate --stages 2 --num_microbatches 4 --schedule interleaved --chunks 3"
+    main(words.split())
+    said = capsys.readouterr().out
+    assert "2.333, 1.667 " in said
+    assert "fill                  1\n\n" in said
+    (tmp_path / "runs.csv").write_text("model,global_batch,seconds\ngpt2,8,1\n", "utf-8")
+    main(["check", str(tmp_path / "runs.csv"), "--machine", "h100"])
+    assert "No row has a time to compare: seconds_per_step" in capsys.readouterr().out

@@ -219,6 +219,11 @@ def test_what_a_rank_sends(tmp_path: Path) -> None:
         state = formulas.State(2 if zero > 1 and precision == "bf16" else 4, 4, 8)
         sent = formulas.zero_traffic(zero, gradients // 4, 2, state, microbatches=4)
         assert sum(report.Reported(folder).links().values()) == sent
+    # Their number was automatic: as many as a recorded step has.
+    folder = write_run(tmp_path, "auto2", PIPELINE, zero=3, num_microbatches=None)
+    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
+    sent = formulas.zero_traffic(3, 20_000_000, 2, formulas.State(4, 4, 8), microbatches=2)
+    assert sum(report.Reported(folder).links().values()) == sent
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_with_the_same_layout_bit_for_bit(
         printed, error = run(f"{line} {where}", world_of(n), stop_at=last)
         assert error is None, printed
         begins = workdir == whole or last is not None
-        assert ("has no checkpoint; starting from scratch." in printed) == begins
+        assert ("has no checkpoint; starting afresh, as typed." in printed) == begins
     assert f": {stop_at // 2 * 2} steps done." in printed
     assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == steps
     assert outcome(parts) == outcome(whole)
@@ -147,11 +147,17 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
-    args = parse("run_pipeline --resume --workdir work")
-    assert (args.strategy, args.num_devices, args.schedule) == (
-        "pipeline_parallel", 2, "interleaved",
+    pipeline, one = (f"--model_parallel_mode {mode}_parallel" for mode in ("pipeline", "model"))
+    for typed in ("", pipeline):
+        args = parse(f"run_pipeline --resume --workdir work {typed}")
+        assert (args.strategy, args.num_devices) == ("pipeline_parallel", 2)
+        assert (args.schedule, args.chunks, args.num_microbatches) == ("interleaved", 2, 3)
+    args = parse("run_pipeline --resume --workdir work --n_chunk 2")
+    assert (args.strategy, args.schedule, args.num_microbatches) == ("pipeline_parallel", "1f1b", 2)
+    args = parse(f"run_pipeline --resume --workdir work {one}")
+    assert (args.strategy, args.schedule, args.num_microbatches) == (
+        "model_parallel", "sequential", 4,
     )  # fmt: skip
-    assert (args.chunks, args.num_microbatches) == (2, 3)
     args = parse("train pipeline --resume --workdir work")
     assert (args.schedule, args.chunks, args.num_microbatches) == ("1f1b", 1, None)
 
