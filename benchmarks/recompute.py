@@ -33,7 +33,7 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.plain_gpt2 import build_model
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedules.catalogue import V_SHAPED, plan, ranks_of_stages
+from pipeline.schedules.catalogue import V_SHAPED, ranks_of_stages, validated
 from pipeline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from pipeline.stage import Stage
 from project.figures.style import BLUE, GREEN, GREY, picture
@@ -90,7 +90,7 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
         stage.backward(m, one)  # allocates the parameters' gradients before counting starts
     live, first = LiveBytes(), 0
     with live:
-        for kind, s, i in plan(schedule, tuple(ranks), m)[0][rank]:
+        for kind, s, i in validated(schedule, tuple(ranks), m)[0][rank]:
             if kind is FORWARD:
                 stages[s].forward(i, x._replace(hidden=x.hidden.clone()))
                 first = first or live.now
@@ -108,7 +108,7 @@ def promised(schedule: str, m: int, num_ranks: int, first: int) -> float:
     holds its input, one in backward all of ``first``, and one that waits for its W at most as much:
     the inputs of its products and the gradients of their outputs."""
     x, most = BATCH // m * LENGTH * COUNTED * 4, 0
-    for actions in plan(schedule, tuple(ranks_of_stages(schedule, num_ranks)), m)[0]:
+    for actions in validated(schedule, tuple(ranks_of_stages(schedule, num_ranks)), m)[0]:
         waiting = begun = 0
         for kind, *_ in actions:
             waiting += kind is FORWARD

@@ -15,10 +15,10 @@ reduction adds up the others' gradients in place, in rank order. Only announceme
     rank 0   backward of layer 2 | announce 2 | backward of layer 1 | sum 2, announce 1 | ...
     rank 1   backward of layer 2  | announce 2 | backward of layer 1  | sum 2, announce 1 | ...
 
-An announcement says: this layer's gradients are in my memory, and I have read my part of everything
-announced before. A sum starts when its announcement has come from all ranks, which had a layer's
-time for it. Memory is reused once the *next* announcement has come from all. Ranks that announce
-different things end with an error instead of a wrong sum.
+To announce a layer means two things: its gradients are in my memory, and I have read my part of all
+that was announced before. A sum starts when its announcement has come from all ranks, which had a
+layer's time for it. Memory is reused once the *next* announcement has come from all. Ranks that
+announce different things end with an error instead of a wrong sum.
 
 Cost, W ranks, a unit of G bytes: a gather receives (W-1)/W G, a reduction sends as much.
 """
@@ -123,9 +123,9 @@ class Exchange:
 
         return finish
 
-    def after_update(self, backwards: int) -> None:
-        """Call after each update, with the number of backwards it used. Does not block: what the
-        ranks announce is compared at the next update."""
+    def compare(self, backwards: int) -> None:
+        """Call after each update, with the number of backwards it used: all ranks must have as
+        many. Does not block: the answer comes at the next update."""
         self._hear_last()
         self._hear_last = self._announce(-backwards)
 
@@ -205,9 +205,9 @@ class SharedExchange(Exchange):
 
         return finish
 
-    def after_update(self, backwards: int) -> None:
-        """A barrier; 0 stands for one without an update. Nobody reads my shards before, nobody
-        reads old ones after it."""
+    def compare(self, backwards: int) -> None:
+        """A barrier, too: nobody reads my shards before it that I write after it. 0: without an
+        update."""
         self._announce(-backwards)()
 
     def _comparison(self, what: int) -> Callable[[], bool]:

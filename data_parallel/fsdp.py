@@ -11,8 +11,8 @@ the shard's gradients and optimizer state. Layers gather their parameters just b
     reduce                                            2          1
 
 While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
-no rank holds more than two layers' parameters whole. Backward gathers nothing for an embedding
-lookup, even a tied one: hence (0).
+no rank holds more than two layers' parameters whole. Layer 0 is an embedding, whose backward needs
+no weights: so (0) is left out.
 
 `zero` says what is sharded: 2 gradients and optimizer state, 3 also the parameters. (The optimizer
 state alone: zero1.py, for any layout.) Bytes in fp32 with AdamW for W ranks and P parameters, L of
@@ -369,9 +369,9 @@ class FullyShardedDataParallel:
         backwards, they also compare their number."""
         if isinstance(self.exchange, SharedExchange):
             with self._record("barrier", -1):
-                self.exchange.after_update(backwards or 0)
+                self.exchange.compare(backwards or 0)
         elif backwards is not None:
-            self.exchange.after_update(backwards)
+            self.exchange.compare(backwards)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x

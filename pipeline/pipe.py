@@ -14,10 +14,12 @@ process, only on one stage. A Pipe runs one call at a time: a call from a second
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
 
-Cost: a bubble of (n-1)/(m+n-1) of the time (1f1b: 2(n-1)/(3m+2(n-1)), zb: (n-1)/(3m+n-1)); the
-activations of m
-micro-batches (1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); about 0.1 ms per action for
-Python and thread wake-ups.
+Cost: about 0.1 ms per action for Python and thread wake-ups, and
+
+              idle part of the time     micro-batches held by stage s
+    forward   (n-1)/(m+n-1)             m
+    1f1b      2(n-1)/(3m+2(n-1))        at most min(m, n-s)
+    zb        (n-1)/(3m+n-1)            at most min(m, n)
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 """
@@ -45,7 +47,7 @@ from .delivery import deliver, hooks_held
 from .executor import Channel, Dataflow, Losses, LossFunction, channels
 from .partition import _split_module, containers
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
-from .schedules.catalogue import plan
+from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
 from .streams import Copier, CopyingChannel
@@ -276,10 +278,10 @@ class Pipe(nn.Module):
             down: dict[int, Any] = {**self._down(range(first, n)), n: losses}
             for i, value in enumerate(inputs):
                 up[0].put(i, value)  # all at once: the channel holds them
-            _, actions = plan(schedule, tuple(self._ranks), len(targets))  # of all ranks, by clock
+            _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
             flow = Dataflow(stages, up, down, self.recorder)
             with torch.enable_grad():
-                self.peak_alive, sums = self._run_backwards(stages, flow, actions)
+                self.peak_alive, sums = self._run_backwards(stages, flow, by_clock)
                 loss = losses.total()
             for gradients in sums:
                 deliver(gradients)

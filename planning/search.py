@@ -22,6 +22,8 @@ NAMES = tuple(
 KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
+SLOW = "zbv"  # of these: its lists take long to make
+RANKS = ("dp", "pp", "tp")
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
@@ -54,7 +56,7 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             continue
         kinds = list(KINDS[:1])
         if pp > 1:
-            kinds = list(KINDS if pp <= 16 else KINDS[:-1])  # zbv's lists take long to make
+            kinds = [kind for kind in KINDS if pp <= 16 or kind[0] != SLOW]
             kind = given.get("schedule", "interleaved"), given.get("chunks")
             if kind not in (*kinds, ("interleaved", None)):
                 kinds.append(kind)
@@ -141,7 +143,9 @@ def _changes(at: Layout) -> Iterator[dict[str, Any]]:
         yield {"micro_batch": at.micro_batch // 2}
     yield {"recompute": "always" if at.recompute == "never" else "never"}
     yield from ({"zero": zero} for zero in range(4 if at.pp == 1 else 2))
-    yield from ({"schedule": name, "chunks": chunks} for name, chunks in KINDS[:3])
+    for name, chunks in KINDS:
+        if name != SLOW and chunks in (None, 2):
+            yield {"schedule": name, "chunks": chunks}
 
 
 def why(best: PricedStep, other: PricedStep) -> str:
@@ -220,13 +224,14 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
     words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
     if preset and replace(model_of(preset), seq=model.seq) == model:
         words = f"--model {preset}"
-    names = NAMES[4:]  # train.py has the number of micro-batches in place of their size
+    # train.py has the number of micro-batches in place of their size.
+    names = tuple(name for name in NAMES if name not in (*RANKS, "micro_batch"))
     if layout.gpus == 1:
         words = f"single {words}"
     elif layout.pp == layout.tp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
-        words, names = f"3d {words}", NAMES[:3] + names
+        words, names = f"3d {words}", RANKS + names
     return (
         f"{start} {words} {options(layout, names)} --batch_size {layout.batch_size} "
         f"--num_microbatches {layout.num_microbatches} --model_max_length {model.seq} "

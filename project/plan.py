@@ -273,6 +273,8 @@ def run_simulate(args: argparse.Namespace) -> None:
     passes = [times[name] for name in ("forward", "backward_input", "backward_weight")]
     if not 0 <= args.transfer < math.inf:
         raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
+    if args.timeline and not args.json:
+        raise ValueError("--timeline: it adds every action to what --json prints; --json works")
     if not sum(map(sum, passes)):
         raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
     found = simulator.run(Work(

@@ -154,7 +154,10 @@ class Reported(Run):
             **{name: used.get(name) for name in ("schedule", "zero", "sequence_parallel")},
         )  # fmt: skip
         machine = self.machine.shared(layout.gpus) if used.get("cores") else self.machine
-        return PricedStep(model, layout, machine, legal=False)
+        try:
+            return PricedStep(model, layout, machine, legal=False)
+        except ValueError as error:
+            raise UserError(f"{self.folder} on --machine {machine.name}: {error}") from None
 
     def planned_memory(self) -> list[float]:
         """The planner's bytes of each rank; none of stages that are threads of one rank."""

@@ -21,7 +21,7 @@ from typing import Any
 from runtime.cores import core_slice
 from training.launch.errors import UserError, counted, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.options import ONLY, Options, spelt
+from training.options import ONLY, VGG, Options, spelt
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
 from training.tasks.task import steps_of_epoch
@@ -30,7 +30,7 @@ from .command_line import is_it
 from .parser import O, shown
 
 SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
-RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
+RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
 LEAST_VOCABULARY = 256 + 3  # bytes and special tokens

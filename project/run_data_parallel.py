@@ -38,7 +38,6 @@ from data_parallel.gradients import average_gradients
 from project import rules
 from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
-from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import counted
 from training.launch.launch import launch
@@ -80,8 +79,7 @@ def run_dp(
     task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
     # All ranks go on, or none.
     check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
-    offset = clock_offset(world) if args.timeline else 0.0  # collective
-    wanted = setup_of(args, world, offset=offset)
+    wanted = setup_of(args, world)
     model = Replicated(task, world, wanted)
     try:
         if args.pytest:

@@ -28,6 +28,7 @@ from project.parser import begin, parse_options
 from project.strategies import PAGES
 from training.options import (
     UNSET,
+    VGG,
     Architecture,
     Axes,
     Count,
@@ -56,7 +57,7 @@ class TrainOptions(Options):
     dataset: str = "builtin"
     """of text as in run_data_parallel.py, or a .txt file or folder; of pictures builtin, a folder
     (Parquet, or train/CLASS/ and test/CLASS/), or a hub name"""
-    model: str = "vgg16"
+    model: str = VGG
     """vgg16 on pictures; gpt2-mini, gpt2, ... on text; or pretrained: a folder, a hub id"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
@@ -74,7 +75,6 @@ from project import rules, stage_rules, train_rules
 from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, TOKENS, write_json
-from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError, counted
 from training.launch.launch import launch
@@ -93,11 +93,13 @@ from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.task import TrainingTask
 from training.tasks.texts import SPLITS
 from training.tasks.translation import TranslationTask
-from training.tasks.vgg import VGG, PictureTask
+from training.tasks.vgg import PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
+AXES = {  # of the strategies whose ranks are all on one
+    "single": "dp", "ddp": "dp", "fsdp": "dp", "pipeline": "pp", "model": "pp", "tensor": "tp",
+}  # fmt: skip
 
 
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
@@ -122,7 +124,7 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
         sizes["dp"] = args.dp or args.world_size // (sizes["pp"] * sizes["tp"]) or 1
         name = "x".join(map(str, sizes.values()))
     else:
-        sizes[AXES.get(args.strategy, "dp")] = args.world_size
+        sizes[AXES[args.strategy]] = args.world_size
     return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
@@ -148,8 +150,7 @@ def run_rank(
         task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
     if world.world_size > 1:  # all ranks go on, or none
         check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
-    offset = clock_offset(world) if args.timeline else 0.0  # collective
-    setup = setup_of(args, world, resume.cut, offset=offset)
+    setup = setup_of(args, world, resume.cut)
     model = lay_out(task, world, setup)  # all ranks together
     announce(world, args, model, setup.timeline, layout_in_words(args, model))
     profile = Profile(setup.timeline, args.profile, args.workdir)
@@ -222,7 +223,7 @@ def read_data(args: TrainOptions) -> AnyTexts | PictureSets:
     ranks."""
     if args.model != VGG:
         return read_texts(args)
-    pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
+    pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
     fewest = min(len(pictures.train), len(pictures.test))
     rules.require(args, train_rules.of_pictures(args, fewest))
     rules.require(args, [rules.warmup(args, len(pictures.train))])

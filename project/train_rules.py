@@ -10,10 +10,9 @@ import torch
 from tensor_parallel.gpt2 import degrees
 from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.options import Options
+from training.options import VGG, Options
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pretrained import check_pretrained
-from training.tasks.vgg import VGG
 from training.trackers import trackers_of
 
 from . import rules, stage_rules

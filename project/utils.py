@@ -20,6 +20,7 @@ from project import rules
 from project.command_line import as_typed, underscored
 from project.parser import ALIASES
 from training.files import PICTURE, show, writing
+from training.launch.clocks import clock_offset
 from training.launch.errors import (
     RunError,
     UserError,
@@ -64,19 +65,16 @@ def read_pairs(args: Options) -> Texts:
 
 
 def setup_of(
-    args: Options,
-    world: World,
-    cut: Sequence[int] | None = None,
-    workers: str = "rank",
-    offset: float = 0.0,
+    args: Options, world: World, cut: Sequence[int] | None = None, workers: str = "rank"
 ) -> Setup:
-    """What a layout is made by, see `Setup`. Sets how this process' GPU multiplies. `workers` and
-    `offset` are of the `Timeline`."""
+    """What a layout is made by, see `Setup`. All ranks call it: they compare their clocks. It sets
+    how this process' GPU multiplies. `workers` is what the `Timeline` calls them."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = exact
         torch.backends.cudnn.conv.fp32_precision = exact  # type: ignore[attr-defined]
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
+    offset = clock_offset(world) if steps else 0.0
     timeline = Timeline(
         world, num_steps=steps, workers=workers, about={"strategy": args.strategy}, offset=offset
     )

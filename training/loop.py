@@ -129,7 +129,7 @@ def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> 
     by its number. So dropout that draws (of transformers, in --pipeline blocks) has other masks on
     every part and shard, and the same ones in a resumed run."""
     for number, step in enumerate(steps, done):
-        torch.manual_seed(stream(seed, "dropout", model.part, model.shard, number))
+        torch.manual_seed(stream(seed, "dropout", model.part, model.tensor_rank, number))
         yield step
 
 
@@ -221,7 +221,8 @@ class _Epochs:
         steps = self.timeline.over(seeded(ahead, model, args.seed, self.optimizer.steps))
         totals = train(
             model, self.optimizer, steps, f"Epoch {epoch + 1}", world.rank,
-            model.average_gradients, length, before, self._after_step, ahead.prepare,
+            model.average_gradients, n_steps=length, before=before,
+            after_step=self._after_step, prepare=ahead.prepare,
         )  # fmt: skip
         model.limit_waits(args.timeout)
         note("checkpoint")

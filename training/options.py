@@ -1,8 +1,8 @@
 """The options of a run: name, type, default and help, each once; and which runs have an option.
 
-An option that is UNSET gets its value before anything starts (project/rules.py), so that everything
-after that reads a complete object. A program shows some of the groups of options below, and may
-give an option another default; what it does not show keeps the default that is here.
+An option that is UNSET gets its value before anything starts (project/rules.py). A program shows
+some of the groups of options below, and may give an option another default; what it does not show
+keeps the default that is here.
 
 This module does not import torch, so --help and a mistyped option are answered at once.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 UNSET: Any = None
+VGG = "vgg16"  # of --model: the one that learns pictures
 
 
 @dataclass(frozen=True)
@@ -325,6 +326,6 @@ ONLY = (
     Only("bucket_mb comm_dtype", "--gradient_sync overlap",
          lambda o: o.gradient_sync == "overlap"),
     Only("momentum", "--optimizer sgd", lambda o: o.optimizer == "sgd"),
-    Only("vgg_width", "--model vgg16", lambda o: o.model == "vgg16"),
-    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda o: o.model != "vgg16"),
+    Only("vgg_width", f"--model {VGG}", lambda o: o.model == VGG),
+    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda o: o.model != VGG),
 )  # fmt: skip

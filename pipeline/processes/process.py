@@ -46,7 +46,7 @@ from pipeline import microbatch
 from pipeline.delivery import deliver, hooks_held
 from pipeline.executor import Channel, Dataflow, Losses, LossFunction, channels
 from pipeline.partition import containers, split_into
-from pipeline.schedules.catalogue import plan
+from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
 from runtime.float64 import device_of_float64
@@ -171,7 +171,7 @@ class ProcessPipe:
             seed.get()  # even if no layer draws, so that all ranks draw equally often
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut_batch(x, target, sizes)
-            lists, _ = plan(schedule, tuple(self.ranks), len(inputs))  # by rank
+            lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             mine = self.named_parameters()
             tied = {name: mine[name] for name in self._tied if name in mine}
             # During the last backward a stage delivers layer by layer, so that data-parallel

@@ -86,7 +86,7 @@ def ranks_of_stages(name: str, num_ranks: int, chunks: int | None = None) -> lis
 
 
 @lru_cache(maxsize=256)  # all callers get the same lists, and only read them
-def plan(
+def validated(
     schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, a name or a function, and its actions `in_order`.

@@ -20,7 +20,8 @@ V-shaped (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory"): two
 the stages going up the ranks and down again, and backward in halves I and W. A rank's memory
 depends on how long its two chunks wait for their backwards. Where one waits long, the other waits
 briefly, so all ranks hold the same. Every six clocks a rank does F, I and W of both chunks for one
-micro-batch. The clocks between neighbouring ranks decide the memory:
+micro-batch. The clocks from a rank's action to the same action of its neighbour, on the way up and
+on the way down, decide the memory:
 
     clocks from rank to rank   F up   F down   I up   I down    held at most, in whole ranks' layers
     ZB-V                       4      2        4      2         n        as 1F1B's first rank

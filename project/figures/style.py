@@ -73,7 +73,8 @@ def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
     finite = [k for k in CURVES if any(math.isfinite(r.get(k, math.nan)) for r in results)]
     shown = finite or ["training_loss"]
     name, last = [*runs][-1], [*runs.values()][-1][-1]
-    found = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in shown)
+    known = [key for key in shown if math.isfinite(last.get(key, math.nan))] or ["training_loss"]
+    found = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in known)
     title, foot = f"{name}: {found}", f"{foot}; losses in nats per target"
     with picture(path, title, foot, (5 * max(2, len(shown)), 5.6), ncols=len(shown)) as (_, axes):
         for ax, key in zip(axes, shown, strict=True):

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cores import core_slice
-from training.options import Options
+from training.options import VGG, Options
 
 from . import notice
 from .distributed import make_world
@@ -77,7 +77,7 @@ STARTER = "the process that starts the ranks"
 def libraries(args: Options) -> list[str]:
     """What ranks import, once for all before they are forked."""
     # Making an optimizer imports torch._dynamo, which takes seconds.
-    of_text = ["transformers.models.gpt2.modeling_gpt2"] if args.model != "vgg16" else []
+    of_text = ["transformers.models.gpt2.modeling_gpt2"] if args.model != VGG else []
     return ["torch._dynamo", "torch.distributed.checkpoint", *of_text]
 
 

@@ -1,7 +1,7 @@
 """Who this process is in its run, what it does, and what all ranks do together.
 
-A run of one process has nobody to ask: its `World` is here, and so is what every `World` can do.
-That of a rank among others is in distributed.py.
+This file has the `World` of a single process, and what every `World` can do; distributed.py has
+that of a rank among others.
 """
 
 from __future__ import annotations

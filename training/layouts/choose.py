@@ -26,7 +26,10 @@ from .stages import Staged
 def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
     """The task's model under the strategy of the options. All ranks call it together."""
     args = setup.args
-    if args.strategy in ("single", "ddp"):
-        return Replicated(task, world, setup)
-    mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
-    return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
+    match args.strategy:
+        case "single" | "ddp":
+            return Replicated(task, world, setup)
+        case "fsdp" | "pipeline" | "model" | "tensor" | "3d":
+            mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
+            return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
+    raise ValueError(f"strategy {args.strategy}: no layout has this name")

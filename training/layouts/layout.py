@@ -73,7 +73,7 @@ class LaidOutModel(ABC):
 
     Attributes:
         part, parts: this rank's part of each global batch.
-        shard: its place on the tensor-parallel axis.
+        tensor_rank: its place on the tensor-parallel axis.
         description: how the model is laid out, in words.
         modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
@@ -93,7 +93,7 @@ class LaidOutModel(ABC):
     task: TrainingTask
     part = 0
     parts = 1
-    shard = 0
+    tensor_rank = 0
     description = ""
     modules: Sequence[nn.Module]
     module: nn.Module | None = None

@@ -8,8 +8,8 @@ all of them, or in buckets, each as soon as it is full, while backward still run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,23 +69,27 @@ class Replicated(LaidOutModel):
         self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
         self.counted = parameters[world.rank :: world.world_size]
-        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.close: Callable[[], None] = lambda: None
+        self._ddp: DistributedDataParallel | None = None
         if world.world_size == 1:  # nothing to average
             return
         if args.gradient_sync == "overlap":
             # By default as large as suits the backend, on which all hosts have agreed.
             mb = args.bucket_mb
             size = max(1, int(min(mb, 2**30) * 2**20)) if mb is not None else None
-            ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
+            # Sends rank 0's weights to all, and hooks each parameter.
+            self.net = self._ddp = ddp = DistributedDataParallel(
                 self.net, bucket_bytes=size, recorder=setup.timeline,
                 comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
             )  # fmt: skip
-            self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
             self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
         else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
             self.average_gradients = setup.timeline.span("all_reduce")(by_hand[args.gradient_sync])
+
+    def close(self) -> None:
+        """Removes the hooks of the parameters."""
+        if self._ddp:
+            self._ddp.close()
 
     def check_replicas(self, when: str) -> None:
         """All parameters."""
@@ -100,7 +104,7 @@ class Replicated(LaidOutModel):
         total = torch.zeros((), dtype=self.setup.dtype, device=self.devices[0])  # without the scale
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
             # Only the backward of the last micro-batch starts the exchange.
-            with nullcontext() if i == last else self._no_sync():
+            with nullcontext() if i == last or not self._ddp else self._ddp.no_sync():
                 with self.setup.autocast(self.devices[0]), timeline.span("F", microbatch=i):
                     loss = self._loss(self.net(x), target)  # summed over its targets
                 with timeline.span("B", microbatch=i):

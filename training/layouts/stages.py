@@ -1,4 +1,10 @@
-"""The layers in stages on several processes, for the training loop."""
+"""The layers in stages on several processes, for the training loop.
+
+Tensor parallelism and `fsdp --zero 1` run here, too, with one stage. A step is, in this
+order: the schedule's actions, which end with the sum of tied gradients over stages; the average
+over replicas; the sum over tensor ranks of what each has whole; with ZeRO 1, in the place of the
+average, the reduction to shards.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +112,7 @@ class Staged(MeshLayout):
         self.counted = [  # shards; of tied and of whole parameters on one rank only
             p
             for (cut, tied), p in shards
-            if (tied is None or tied in owned) and (cut or self.shard == 0)
+            if (tied is None or tied in owned) and (cut or self.tensor_rank == 0)
         ]
 
     def backward(self, step: Step) -> Tensor:

@@ -3,8 +3,8 @@
 Ranks of the tensor axis share every layer: `CutTask` cuts a task's layers over them.
 
 Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
-and exports use `Part`. The head is fused with the loss and needs the labels, so a micro-batch has
-them too, as `Sequences.labels`. A parameter that every rank holds whole is counted once in
+and exports use `Part`. The last layer computes the loss, so the labels travel with the input, as
+`Sequences.labels`. A parameter that every rank holds whole is counted once in
 norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
@@ -179,7 +179,8 @@ class MeshLayout(LaidOutModel):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
         self._world = world
-        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
+        self.part, self.parts = mesh.data.rank, mesh.data.size
+        self.tensor_rank = mesh.tensor.rank
         self.cut_task = CutTask(  # on the meta device: no memory yet
             task, mesh.tensor, setup.dtype, setup.args.sequence_parallel, setup.timeline
         )

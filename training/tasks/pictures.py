@@ -1,6 +1,6 @@
 """Labelled pictures: drawn here, or read by `datasets` from a folder or from the hub.
 
-    builtin          rows, columns and checkerboards, drawn from the seed
+    builtin          rows, columns and checkerboards, drawn from a fixed seed
     a folder         Parquet files, or pictures in folders train/CLASS/ and test/CLASS/
     anything else    the name of a dataset on the hub, as uoft-cs/cifar10
 
@@ -29,6 +29,7 @@ from training.launch.errors import UserError
 from .texts import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
 SIZE = 32  # pixels of an edge
+BUILTIN_SEED = 1234  # the same pictures whatever --seed is, as the built-in text
 _DRAWN = (5000, 1000)  # built-in pictures to train and to test, if all are asked for
 Array = np.ndarray[Any, np.dtype[Any]]
 # True where a pixel of the grid u, v is foreground; the period is 2.
@@ -74,13 +75,12 @@ def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return images.to(dtype) / 63.75 - 2
 
 
-def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: int) -> PictureSets:
+def load_pictures(dataset: str, n_train: int | None, n_test: int | None) -> PictureSets:
     """The pictures of a run.
 
     Args:
         dataset: see the table above.
         n_train, n_test: the maximum; None takes all there are.
-        seed: of the built-in pictures.
 
     Raises:
         UserError: there is no usable data; the text says why, and what works.
@@ -88,7 +88,7 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
     if dataset == BUILTIN:
         sizes = (n_train or _DRAWN[0], n_test or _DRAWN[1])
         # Test pictures differ from training pictures and do not depend on n_train.
-        train, test = (_as_pictures(*draw(n, [seed, part])) for part, n in enumerate(sizes))
+        train, test = (_as_pictures(*draw(n, [BUILTIN_SEED, part])) for part, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
         return _read(dataset, n_train, n_test)

@@ -4,8 +4,8 @@ Problem: 2 GB of pairs are 8 GB as Python strings, on every rank, and minutes to
 
 Idea: the files of `training.tasks.tokens`, with the bytes of UTF-8 in the place of token ids. A row
 is a pair, of which `num_source` bytes are the first text, or a document. The copy is named by what
-the files are called, their sizes and times. Later runs find it and read it instead. What is made of
-it by cutting and leaving out rows is a range, or 8 bytes a row.
+the files are called, their sizes and times. Later runs find it and read it instead. A split is a
+range of rows; any other choice of rows takes 8 bytes a row.
 
 Cost: the text once more on disk, and 12 bytes a row. Less than 64 MB of text stay in memory.
 """

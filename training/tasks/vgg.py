@@ -36,14 +36,12 @@ from torch.nn import functional as F
 
 from data_parallel.dataset import even_slices, partition_dataset
 from training.launch.world import World
-from training.options import Options
+from training.options import VGG, Options
 from training.seeds import stream
 
 from .gpt2 import generator_for
 from .pictures import Pictures, PictureSets, to_inputs
 from .task import EVAL_BATCH, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
-
-VGG = "vgg16"
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
 VGG_WIDTH = 64  # of the published model
