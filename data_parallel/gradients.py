@@ -42,6 +42,7 @@ from runtime.shared_memory import SharedBuffers, aligned
 from runtime.waits import where_hosts_meet
 
 TensorT = TypeVar("TensorT", bound=Tensor)
+AVERAGED = -1  # what a rank announces at the end; a full bucket is announced by its number
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -225,8 +226,8 @@ class GradientBuckets:
             self._receive(i)
         if self.shared is not None:
             with acting(self.recorder, "barrier"):
-                # until all ranks have written their parts of my buckets
-                self.shared.announce(-1)()
+                # Waits until all ranks have written their parts of my buckets.
+                self.shared.announce(AVERAGED)()
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0

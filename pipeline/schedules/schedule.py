@@ -21,6 +21,7 @@ GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds 
 
 1F1B (PipeDream-Flush, Narayanan et al., 2021; Megatron-LM): after a warm-up of n-s-1 forwards a
 stage alternates F and B. The bubble is the same; a stage holds at most min(m, n-s) micro-batches.
+(`--schedule 1f1b` runs the last picture of this text.)
 
     1F1B, 3 stages, 4 micro-batches                     bubble = (n-1)/(m+n-1) = 2/6
     stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3

@@ -43,7 +43,7 @@ class Sharded(MeshLayout):
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         # A unit has either cut parameters or whole ones.
-        first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
+        first_names = [(u.unit.entries[0].name, u.shard) for u in self.fsdp.units]
         self.counted = [p for name, p in first_names if cut_task.counted(name)]
         self.on_all = [p for name, p in first_names if name not in cut_task.parts]  # flat shards
 
