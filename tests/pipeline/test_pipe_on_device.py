@@ -26,7 +26,6 @@ from tests.pipeline.pipeline_models import (
     one_f_one_b,
     square_error,
     tower,
-    zb,
 )
 from tests.pipeline.test_plain_programs import is_refused, trains_as_in_plain_pytorch
 
@@ -85,7 +84,7 @@ def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
     is_refused("memory of two", one_f_one_b, ("cuda:0", "cuda:1"))
 
 
-@pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])
+@pytest.mark.parametrize("step", STEPS)
 @on_device
 def test_what_is_handed_over_is_copied_on_streams_of_its_own(step: Step) -> None:
     """In both directions; and all that computes is on the caller's streams, the backward too."""
