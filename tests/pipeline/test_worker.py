@@ -1,12 +1,10 @@
-"""Workers: one thread per device, on its own cores, that answers whatever happens. (On which
-streams: test_pipe_on_device.py.)"""
+"""Workers: one thread per device, on its own cores. (On which streams: test_pipe_on_device.py; what
+they raise: test_pipe_errors.py.)"""
 
 from __future__ import annotations
 
 import os
 import threading
-from functools import partial
-from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -22,24 +20,6 @@ def ask(in_queue: Any, out_queue: Any, function: Any) -> Any:
     ok, payload = out_queue.get(timeout=30)
     assert ok, payload
     return payload[1]
-
-
-def test_a_task_is_answered_whatever_it_raises() -> None:
-    def fail(kind: type[BaseException]) -> None:
-        raise kind("on purpose")
-
-    in_queues, out_queues = create_workers(DEVICES)
-    for kind in (ValueError, SystemExit, KeyboardInterrupt):
-        in_queues[1].put(Task(partial(fail, kind)))
-        ok, (found, error, traceback) = out_queues[1].get(timeout=30)
-        assert (ok, found, str(error)) == (False, kind, "on purpose")
-        assert extract_tb(traceback)[-1].name == "fail"
-    task = Task(lambda: threading.current_thread().name)
-    in_queues[1].put(task)
-    assert out_queues[1].get(timeout=30) == (True, (task, "pipe-cpu:1"))
-    for in_queue, out_queue in zip(in_queues, out_queues, strict=True):
-        in_queue.put(None)
-        assert out_queue.get(timeout=30) == (False, None)
 
 
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:

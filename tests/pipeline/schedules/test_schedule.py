@@ -159,15 +159,3 @@ FIRST, LAST = sched.gpipe(2, 2)
 def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sched.validate(broken, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "v", "message"),
-    [
-        ("zigzag", None, "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
-        ("zbv", 3, "zbv with 3 chunks: a rank has 2 stages there"),
-    ],
-)
-def test_what_there_is_not_says_what_is_right(name: str, v: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        catalogue.find(name, v)
