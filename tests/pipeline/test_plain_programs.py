@@ -214,9 +214,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "a dataclass": (
         lambda: handing_on(lambda h: {"flag": True, "last_hidden_state": Plain(h)}), (2, 2), HIDDEN,
     ),
-    "memory of two": (
-        lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED),
-    ),
+    "memory of two": (lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED)),
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),

@@ -154,8 +154,6 @@ def test_stages_in_threads_compute_what_the_module_does(name: str) -> None:
     module = make()
     stages = split(module, example, at)
     assert all(m.training for m in (*module.modules(), *stages))
-    names = [{n for n, _ in stage.named_parameters()} for stage in stages]
-    assert set.union(*names) == {n for n, _ in module.named_parameters()}
     start = copy.deepcopy(module.state_dict())
     with in_threads(stages) as pipe:
         for schedule in ("gpipe", "zb"):
