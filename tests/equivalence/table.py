@@ -355,17 +355,14 @@ def _same_bits() -> Iterator[Row]:
 def _recomputed() -> Iterator[Row]:
     """Dropout on: activations that are computed again are those that were forgotten."""
     problem = Sentences(11, n_layer=3, n_head=4, dropout=0.1)
-    always, but_last, sqrt = "always", "except_last", "sqrt"
+    always, but_last, sqrt = every = "always", "except_last", "sqrt"
     text: dict[str, tuple[int, Build, tuple[str, ...]]] = {
         "single": (1, replicated(), (always, sqrt)),
         "ddp2-overlap": (2, replicated(), (always, sqrt)),
         "fsdp2-zero1": (2, sharded(1), (always,)),
         "fsdp2-zero3": (2, sharded(3), (always,)),
-    }
-    every = (always, but_last, sqrt)
-    text |= {f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES}
-    text |= {f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES}
-    text |= {
+        **{f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES},
+        **{f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES},
         "module3": (1, module((3, 2, 3), 3), (always, but_last)),
         "blocks3": (1, blocks(3, 3), every),
         "mesh2-1x1x2": (2, mesh(1, 1, 2), (always, sqrt)),
