@@ -124,10 +124,7 @@ KINDS = {
     # A rank is stopped for longer than --timeout; under torchrun another has waited in vain.
     "stop": Kind(
         _to_rank(signal.SIGSTOP),
-        {
-            OWN: End((1,), False, (LAST_ACTIONS,), None),
-            TORCHRUN: End((1,), False, (LAST_ACTIONS,), None),
-        },
+        dict.fromkeys((OWN, TORCHRUN), End((1,), False, (LAST_ACTIONS,), None)),
         waits=True,
     ),
     "ctrl-c": _asked(lambda run, _: os.killpg(run.process.pid, signal.SIGINT), signal.SIGINT),

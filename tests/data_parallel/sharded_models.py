@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
+from tests.pipeline.pipeline_models import take_gradients
 
 DTYPE = torch.float64
 HALVES = (slice(0, 5), slice(5, 12))  # of a batch, by rank
@@ -90,18 +91,16 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def one_process(steps: int) -> tuple[list[Tensor], list[dict[str, Tensor]], dict[str, Tensor]]:
     """Plain PyTorch, every batch as a whole: for each step the outputs before it and its gradients;
     and in the end the weights."""
-    model, outputs, gradients = tied(), [], []
+    model, outputs, every = tied(), [], []
     optimizer = SGD(model.parameters())
     for step in range(steps):
         x, target = batch(step)
         output = model(x)
-        optimizer.zero_grad()
         loss_of(output, target).backward()
         outputs.append(output.detach())
-        found = {n: p.grad for n, p in model.named_parameters()}
-        gradients.append({n: grad.clone() for n, grad in found.items() if grad is not None})
         optimizer.step()
-    return outputs, gradients, {n: p.detach() for n, p in model.named_parameters()}
+        every.append(take_gradients(model))
+    return outputs, every, {n: p.detach() for n, p in model.named_parameters()}
 
 
 def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
@@ -119,11 +118,3 @@ def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
         flat = found.setdefault(name, part.new_full(shape, torch.nan)).view(-1)
         flat[start : start + len(part)] = part
     return found
-
-
-def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    """The same names, and values within `tolerance` of the largest."""
-    assert set(got) == set(want)
-    for name, tensor in want.items():
-        worst = (got[name] - tensor).abs().max().item()
-        assert worst <= tolerance * tensor.abs().max().item(), (name, worst)

@@ -20,15 +20,8 @@ from torch import Tensor
 from data_parallel import exchange, units
 from data_parallel.exchange import SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
-from tests.data_parallel.sharded_models import (
-    HALVES,
-    batch,
-    loss_of,
-    one_process,
-    same,
-    sharded,
-    whole,
-)
+from tests.data_parallel.sharded_models import HALVES, batch, loss_of, one_process, sharded, whole
+from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import Ranks, sharing
 
 DELAY = 0.02  # seconds: the whole step takes less
@@ -74,7 +67,7 @@ def test_a_slow_rank_changes_nothing(ranks: Ranks, where: str, zero: int) -> Non
     for slow_rank in range(2):
         for outputs, weights in ranks.run(_steps, where, slow_rank, zero):
             torch.testing.assert_close(outputs, want_outputs, rtol=1e-10, atol=1e-12)
-            same(weights, want_weights, 1e-10)
+            assert_close(weights, want_weights)
 
 
 def _backward(fsdp: FullyShardedDataParallel) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
 from runtime.shared_memory import sum_into
+from tests.pipeline.pipeline_models import gradients
 from tests.ranks import Ranks, sharing
 
 # How far from the mean, relative to the largest of a tensor: roundings to 53 bits, or to 8.
@@ -53,12 +56,6 @@ def _loss(net: Net, seed: int, odd: bool = True) -> Tensor:
     return net(ids, odd).square().mean()
 
 
-def _gradients(net: nn.Module) -> Gradients:
-    return {
-        n: None if p.grad is None else p.grad.to_dense().clone() for n, p in net.named_parameters()
-    }
-
-
 def _furthest(got: Gradients, want: Gradients) -> float:
     """The largest difference, relative to the largest value of its tensor."""
     assert {n for n, g in got.items() if g is None} == {n for n, g in want.items() if g is None}
@@ -71,25 +68,28 @@ def _seeds(step: int, rank: int) -> list[int]:
     return [] if rank == 0 < step else [10 * step + rank, 10 * step + rank + 3]
 
 
+def _averaging(way: str, module: nn.Module, group: Any = None) -> tuple[Any, Any]:
+    """What makes a backward local, and what averages after the last one."""
+    if way in BY_HAND:
+        return nullcontext, partial(BY_HAND[way], module, group)
+    comm_dtype = torch.bfloat16 if way == "in bf16" else None
+    with sharing(way == "overlap"):
+        buckets = GradientBuckets(module.parameters(), group, comm_dtype=comm_dtype)
+    return buckets.no_sync, buckets.finish
+
+
 def _averaged(rank: int, _: int, way: str) -> list[Gradients]:
     """Of three steps; the later ones find buckets in use, the second zeros in them."""
-    net = Net()
-    local: Any = nullcontext
-    average: Any = BY_HAND.get(way)
-    if average is None:
-        comm_dtype = torch.bfloat16 if way == "in bf16" else None
-        with sharing(way == "overlap"):
-            buckets = GradientBuckets(net.parameters(), comm_dtype=comm_dtype)
-        local, average = buckets.no_sync, lambda _: buckets.finish()
-    found = []
+    net, found = Net(), []
+    local, average = _averaging(way, net)
     for step in range(3):
         net.zero_grad(set_to_none=step != 1)
         for k, seed in enumerate(_seeds(step, rank)):
             with local() if k == 0 else nullcontext():
                 _loss(net, seed, odd=rank == 1).backward()
         net.by_hand.grad = torch.full_like(net.by_hand, rank)
-        average(net)
-        found.append(_gradients(net))
+        average()
+        found.append(deepcopy(gradients(net)))
     return found
 
 
@@ -104,7 +104,7 @@ def test_every_way_gives_the_mean_on_every_rank(three_ranks: Ranks, way: str) ->
             for seed in _seeds(step, rank):
                 (_loss(net, seed, odd=rank == 1) / 3).backward()
         net.by_hand.grad = torch.ones_like(net.by_hand)  # of 0, 1, 2
-        want = _gradients(net)
+        want = gradients(net)
         assert want["never"] is None and want["odd.weight"] is not None
         assert _furthest(first, want) < WAYS[way]
         assert _furthest(first, want) > 1e-4 or way != "in bf16"
@@ -119,12 +119,7 @@ def _of_two(rank: int, _: int) -> list[list[float]]:
         layer = nn.Linear(2, 3)
         for p in layer.parameters():
             p.grad = torch.full_like(p, rank)
-        if way in BY_HAND:
-            BY_HAND[way](layer, group)
-        else:
-            comm_dtype = torch.bfloat16 if way == "in bf16" else None
-            with sharing(way == "overlap"):
-                GradientBuckets(layer.parameters(), group, comm_dtype=comm_dtype).finish()
+        _averaging(way, layer, group)[1]()
         found.append([p.grad.mean().item() for p in layer.parameters() if p.grad is not None])
     return found
 

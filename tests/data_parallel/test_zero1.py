@@ -11,7 +11,8 @@ from torch import Tensor
 
 from data_parallel import zero1
 from runtime import ranks as collectives
-from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, same, tied
+from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
+from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import Ranks, sharing
 
 
@@ -37,7 +38,7 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
 def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, share: bool) -> None:
     """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
     for weights in ranks.run(_updated, at_once, share):
-        same(weights, one_process(steps=2)[2])
+        assert_close(weights, one_process(steps=2)[2])
 
 
 def test_a_frozen_parameter_is_refused() -> None:

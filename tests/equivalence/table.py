@@ -209,6 +209,14 @@ def _parts(W: int) -> dict[str, tuple[Sentences, int | None]]:
 
 
 ODD = Sentences(31, 6, max_grad_norm=1.0, n_layer=3, odd=True)
+TEXT = Sentences(11, n_layer=3)  # for stages: three blocks are eight layers
+DROPPED = replace(TEXT, dropout=0.1)
+SPECIAL = {
+    "untied": replace(TEXT, tied=False),
+    "same_length": Sentences(16, n_layer=3, same_length=True),
+    "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
+    "odd": ODD,
+}
 
 
 def _whole_models() -> Iterator[Row]:
@@ -237,69 +245,53 @@ def _shards() -> Iterator[Row]:
 def _stages() -> Iterator[Row]:
     """Every second batch has 3 examples, fewer than 8 micro-batches; of 8 examples in 3
     micro-batches the last has fewer."""
-    problem = Sentences(11, n_layer=3)
-    special = {
-        "untied": Sentences(11, n_layer=3, tied=False),
-        "same_length": Sentences(16, n_layer=3, same_length=True),
-        "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
-        "odd": ODD,
-    }
     for schedule in SCHEDULES:
         for n, cut in enumerate(EQUAL, 1):
             if n == 1 and schedule != "1f1b":  # one stage does the same in any order
                 continue
             for m in {1: (3,), 2: (1, 3, 8), 3: (3, 8)}[n]:
-                yield Row(f"threads{n}-{schedule}-m{m}", 1, threads(cut, schedule, m), problem)
+                yield Row(f"threads{n}-{schedule}-m{m}", 1, threads(cut, schedule, m), TEXT)
                 if n < 3 or m == 8:
-                    yield Row(f"pipeline{n}-{schedule}-m{m}", n, staged(cut, schedule, m), problem)
+                    yield Row(f"pipeline{n}-{schedule}-m{m}", n, staged(cut, schedule, m), TEXT)
         for cut in ((4, 4), (1, 7), (6, 1, 1)):  # in a block; an embedding or a head alone
             name = f"threads{len(cut)}-{schedule}-cut_{'_'.join(map(str, cut))}"
-            yield Row(name, 1, threads(cut, schedule, 4), problem)
-        for what, trained in special.items():
+            yield Row(name, 1, threads(cut, schedule, 4), TEXT)
+        for what, trained in SPECIAL.items():
             yield Row(f"threads2-{schedule}-{what}", 1, threads((3, 5), schedule, 4), trained)
             yield Row(f"pipeline2-{schedule}-{what}", 2, staged((3, 5), schedule, 4), trained)
         gloo = staged((1, 6, 1), schedule, 4)
-        yield Row(f"pipeline3-{schedule}-gloo", 3, gloo, problem)
+        yield Row(f"pipeline3-{schedule}-gloo", 3, gloo, TEXT)
         for n in (2, 3) if schedule == "zb" else (2,):
             build = staged(VGG[n - 1], schedule, 4)
             yield Row(f"pipeline{n}-{schedule}-vgg16", n, build, Noise(11, 8))
-    yield Row("threads2-sequential-m4", 1, threads((3, 5), "sequential", 4), problem)
-    yield Row("threads2-1f1b-auto", 1, threads(2, "1f1b", 4), problem)
+    yield Row("threads2-sequential-m4", 1, threads((3, 5), "sequential", 4), TEXT)
+    yield Row("threads2-1f1b-auto", 1, threads(2, "1f1b", 4), TEXT)
     for n, cut in enumerate(EQUAL, 1):
-        yield Row(f"module{n}-gpt2", 1, module(cut, 3), problem)
+        yield Row(f"module{n}-gpt2", 1, module(cut, 3), TEXT)
         yield Row(f"module{n}-vgg16", 1, module(VGG[n - 1], 3), Noise(11, 8))
-        yield Row(f"blocks{n}-split_size3", 1, blocks(n, 3), problem)
-    yield Row("blocks2-one_by_one", 1, blocks(2, None), problem)
+        yield Row(f"blocks{n}-split_size3", 1, blocks(n, 3), TEXT)
+    yield Row("blocks2-one_by_one", 1, blocks(2, None), TEXT)
     yield Row("blocks2-odd", 1, blocks(2, 3), ODD)
 
 
 def _chunks() -> Iterator[Row]:
     """Several stages per rank; in a V the first rank has the embedding and the head."""
-    problem = Sentences(11, n_layer=3)
-    special = {
-        "untied": replace(problem, tied=False),
-        "same_length": Sentences(16, n_layer=3, same_length=True),
-        "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
-        "dropout": replace(problem, dropout=0.1),
-        "odd": ODD,
-    }
     for schedule, n, v, cut in CHUNKED:
         for m in (3, 8):
             name, here = f"{n}-{schedule}-v{v}_m{m}", threads(cut, schedule, m, v)
-            yield Row(f"threads{name}", 1, here, problem)
-            yield Row(f"pipeline{name}", n, staged(cut, schedule, m, chunks=v), problem)
+            yield Row(f"threads{name}", 1, here, TEXT)
+            yield Row(f"pipeline{name}", n, staged(cut, schedule, m, chunks=v), TEXT)
         if (n, v) != (2, 2):
             continue
         on_ranks = staged(cut, schedule, 4, chunks=2)
-        for what, trained in special.items():
+        for what, trained in (SPECIAL | {"dropout": DROPPED}).items():
             yield Row(f"threads2-{schedule}-{what}", 1, threads(cut, schedule, 4, 2), trained)
             yield Row(f"pipeline2-{schedule}-{what}", 2, on_ranks, trained)
-        yield Row(f"pipeline2-{schedule}-gloo", 2, on_ranks, problem)
+        yield Row(f"pipeline2-{schedule}-gloo", 2, on_ranks, TEXT)
         build = staged((4, 3, 5, 4), schedule, 4, chunks=2)
         yield Row(f"pipeline2-{schedule}-vgg16", 2, build, Noise(11, 8))
-        dropped = special["dropout"]
-        yield Row(f"pipeline2-{schedule}-twice", 2, on_ranks, dropped, 2, "second run")
-        yield Row(f"pipeline2-{schedule}-resumed", 2, on_ranks, dropped, 2, "resumed run")
+        yield Row(f"pipeline2-{schedule}-twice", 2, on_ranks, DROPPED, 2, "second run")
+        yield Row(f"pipeline2-{schedule}-resumed", 2, on_ranks, DROPPED, 2, "resumed run")
         meshed = Sentences(22, n_layer=3, n_head=4, vocabulary=67, dropout=0.1, max_grad_norm=1.0)
         for layout in ((2, 2, 1), (1, 2, 2)):
             name = f"mesh4-{'x'.join(map(str, layout))}-{schedule}"
@@ -343,7 +335,6 @@ def _meshes() -> Iterator[Row]:
 
 def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
-    problem = Sentences(11, n_layer=3, dropout=0.1)
     builds: dict[str, tuple[int, Build]] = {
         "single": (1, replicated()),
         **{f"ddp2-{sync}": (2, replicated(sync)) for sync in ("per_parameter", "flat", "overlap")},
@@ -356,25 +347,22 @@ def _same_bits() -> Iterator[Row]:
     }
     for name, (ranks, build) in builds.items():
         if name != "blocks3":  # whose dropout is transformers' own, and draws
-            yield Row(f"{name}-dropout", ranks, build, problem, 2)
-        yield Row(f"{name}-twice", ranks, build, problem, 2, "second run")
-        yield Row(f"{name}-resumed", ranks, build, problem, 2, "resumed run")
+            yield Row(f"{name}-dropout", ranks, build, DROPPED, 2)
+        yield Row(f"{name}-twice", ranks, build, DROPPED, 2, "second run")
+        yield Row(f"{name}-resumed", ranks, build, DROPPED, 2, "resumed run")
 
 
 def _recomputed() -> Iterator[Row]:
     """Dropout on: activations that are computed again are those that were forgotten."""
     problem = Sentences(11, n_layer=3, n_head=4, dropout=0.1)
-    always, but_last, sqrt = "always", "except_last", "sqrt"
+    always, but_last, sqrt = every = "always", "except_last", "sqrt"
     text: dict[str, tuple[int, Build, tuple[str, ...]]] = {
         "single": (1, replicated(), (always, sqrt)),
         "ddp2-overlap": (2, replicated(), (always, sqrt)),
         "fsdp2-zero1": (2, sharded(1), (always,)),
         "fsdp2-zero3": (2, sharded(3), (always,)),
-    }
-    every = (always, but_last, sqrt)
-    text |= {f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES}
-    text |= {f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES}
-    text |= {
+        **{f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES},
+        **{f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES},
         "module3": (1, module((3, 2, 3), 3), (always, but_last)),
         "blocks3": (1, blocks(3, 3), every),
         "mesh2-1x1x2": (2, mesh(1, 1, 2), (always, sqrt)),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import signal
 import sys
 import time
@@ -279,13 +278,6 @@ class Found:
     left: list[str]
     said: str
     workdirs: list[list[str]]
-
-    @property
-    def blamed(self) -> str:
-        """The last line of each distinct error, without its numbers."""
-        lines = re.findall(r"^(?:[\w.]+(?:Error|Exception)|--workdir .*?): .*$", self.said, re.M)
-        lines += re.findall(r"^.*ranks? waits? in .*$", self.said, re.M)
-        return "; ".join(dict.fromkeys(line[:110] for line in lines))
 
 
 def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Found:

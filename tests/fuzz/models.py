@@ -46,7 +46,7 @@ class Products(nn.Module):
 
 
 class Skip(nn.Module):
-    """Hands h on together with itself: the layer behind, `_add`, puts the two together."""
+    """Hands h on together with itself: the layer behind, `sum`, puts the two together."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -59,10 +59,6 @@ class Skip(nn.Module):
 def _other_strides(x: Tensor) -> Tensor:
     """A copy of the same values. (`contiguous` makes none of a micro-batch of one example.)"""
     return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
-
-
-def _add(pair: tuple[Tensor, Tensor]) -> Tensor:
-    return pair[0] + pair[1]
 
 
 def build(name: str, domain: str, device: str) -> nn.Sequential:
@@ -110,7 +106,7 @@ def _layer(rng: Random, C: int, domain: str) -> list[nn.Module]:
             lambda: rng.choice((nn.ReLU(True), nn.ELU(inplace=True))),
             lambda: Shift(C), lambda: Products(C),
             lambda: nn.Sequential(nn.Linear(C, C), nn.ReLU(inplace=True)),
-            lambda: [Skip(C), Call(_add)],
+            lambda: [Skip(C), Call(sum)],
         ]  # fmt: skip
     if domain in ("sequence", "ids"):
         made += [

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
+from pipeline.replicas import place_layers
 
 CPU = ("cpu:0", "cpu:1")
-DEVICES = [CPU]
-if torch.cuda.device_count() > 0:
-    DEVICES.append(("cpu:0", "cuda:0"))
-if torch.cuda.device_count() > 1:
-    DEVICES.append(("cuda:0", "cuda:1"))
+ON_GPUS = [("cpu:0", "cuda:0"), ("cuda:0", "cuda:1")]  # the second takes two of them
+DEVICES = [CPU, *ON_GPUS[: torch.cuda.device_count()]]
 
 
 def tower(seed: int = 0) -> nn.Sequential:
@@ -36,14 +33,7 @@ def cut(
     model: nn.Sequential, sizes: Sequence[int] = (2, 4), devices: Sequence[str] = CPU
 ) -> nn.Sequential:
     """The same layers, ``sizes[s]`` of them on ``devices[s]``."""
-    layers = iter(model)
-    return nn.Sequential(
-        *(
-            WithDevice(next(layers), device)
-            for size, device in zip(sizes, devices, strict=True)
-            for _ in range(size)
-        )
-    )
+    return place_layers(list(model), sizes, devices)[0]
 
 
 def batch(size: int = 8) -> tuple[Tensor, Tensor]:
@@ -56,12 +46,13 @@ def square_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target.to(output.device)).square().sum()
 
 
-def gradients(model: nn.Module) -> dict[str, Any]:
+def gradients(model: nn.Module | ProcessPipe) -> dict[str, Any]:
     """By name; sparse ones as dense tensors."""
-    return {n: None if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())  # of a ProcessPipe: this rank's
+    return {n: None if p.grad is None else p.grad.to_dense() for n, p in parameters.items()}
 
 
-def take_gradients(model: nn.Module) -> dict[str, Any]:
+def take_gradients(model: nn.Module | ProcessPipe) -> dict[str, Any]:
     """The same; the next ones start anew."""
     result = gradients(model)
     for p in model.parameters():
@@ -78,7 +69,7 @@ def in_one_process(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Float64, sums of at most a few hundred terms near 1 in another order: 1e-12 is ample."""
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         other = found[name]
         if value is None or other is None:
@@ -90,7 +81,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert different == []
 
@@ -120,6 +111,19 @@ def zb(pipe: Pipe, x: Any, y: Any) -> Tensor:
 
 Step = Callable[[Pipe, Any, Any], Tensor]
 STEPS: list[Step] = [forward_backward, one_f_one_b, zb]
+
+
+def assert_trains_as_alone(make: Callable[[nn.Sequential], Pipe], home: Any = "cpu") -> Tensor:
+    """Every step of a Pipe has the loss and the gradients of the tower alone; also of the input, in
+    the memory of ``home``. Returns the last loss."""
+    x, y = batch(8)
+    expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
+    for step in STEPS:
+        model, pipe_x = tower(), x.detach().to(home).requires_grad_()
+        with make(model) as pipe:
+            loss = step(pipe, pipe_x, y)
+        assert_close(gradients(model) | {"loss": loss, "x": pipe_x.grad}, expected)
+    return loss
 
 
 class Call(nn.Module):
@@ -187,12 +191,3 @@ def watched(kept: list[Any], most: int) -> Call:
 def alive(kept: list[Any]) -> int:
     gc.collect()
     return sum(reference() is not None for reference in kept)
-
-
-class Paused:
-    """A recorder that is not to be called: it does not record now."""
-
-    recording = False
-
-    def __call__(self, *_: object) -> None:
-        raise AssertionError("nothing is recorded now")

@@ -11,12 +11,8 @@ import torch
 from torch import nn
 
 from pipeline.partition import WithDevice, _split_module, balance, measure_costs
+from tests.odd_layers import linear
 from tests.pipeline.pipeline_models import Call
-
-
-def linear() -> nn.Module:
-    return nn.Linear(2, 2)
-
 
 RELU = nn.ReLU()
 CONVOLUTIONS = [WithDevice(nn.Conv2d(10, 10, 5), f"cpu:{k}") for k in (0, 0, 1)]

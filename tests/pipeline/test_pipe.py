@@ -24,6 +24,7 @@ from tests.pipeline.pipeline_models import (
     alive,
     assert_close,
     assert_same_bits,
+    assert_trains_as_alone,
     batch,
     cut,
     forward_backward,
@@ -71,18 +72,12 @@ def test_forward_of_the_course(batch_size: int, split_size: int, devices: tuple[
 def test_loss_and_gradients_are_those_of_the_sequential(
     split_size: int, sizes: tuple[int, ...], devices: tuple[str, ...]
 ) -> None:
-    x, y = batch(8)
-    expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
-    for step in STEPS:
-        same = tower()
-        pipe_x = x.detach().requires_grad_()
-        with Pipe(cut(same, sizes, devices), split_size=split_size) as pipe:
-            assert len({id(queue) for queue in pipe.in_queues}) == len({*devices})
-            loss = step(pipe, pipe_x, y)
-        found = gradients(same) | {"loss": loss, "x": pipe_x.grad}
-        if step is not forward_backward:  # which alone gives the input a gradient
-            found["x"] = expected["x"]
-        assert_close(found, expected)
+    def made(model: nn.Sequential) -> Pipe:
+        pipe = Pipe(cut(model, sizes, devices), split_size=split_size)
+        assert len({id(queue) for queue in pipe.in_queues}) == len({*devices})
+        return pipe
+
+    assert_trains_as_alone(made)
 
 
 def test_compute_runs_one_clock() -> None:

@@ -35,6 +35,8 @@ from tests.pipeline.pipeline_models import (
     tower,
 )
 
+KINDS = (ValueError, SystemExit, KeyboardInterrupt)  # by stage; the last two end programs
+
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(step: Step) -> None:
@@ -43,16 +45,16 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(step
     with Pipe(cut(model, (3, 3, 3), ("cpu:0", "cpu:1", "cpu:2")), split_size=2) as pipe:
         step(pipe, *batch(8))
         expected = take_gradients(model)
-        for (s, fuse), direction in product(enumerate(fuses), ("forward", "backward")):
-            fuse.armed = (direction, ValueError)
-            with pytest.raises(ValueError, match="on purpose") as caught:
+        for s, direction in product(range(3), ("forward", "backward")):
+            fuses[s].armed = (direction, KINDS[s])
+            with pytest.raises(KINDS[s], match="on purpose") as caught:
                 step(pipe, *batch(8))
             (note,) = getattr(caught.value, "__notes__", [])
             assert note.startswith(f"in the {direction}")
             assert note.endswith(f"of micro-batch 0 on stage {s} (cpu:{s})")
             assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "blow"
             assert set(gradients(model).values()) == {None}
-            fuse.armed = None
+            fuses[s].armed = None
             step(pipe, *batch(8))
             assert_same_bits(take_gradients(model), expected)
 
@@ -173,6 +175,10 @@ def closed(pipe: Pipe) -> None:
     pipe(X)
 
 
+def by(schedule: Any) -> Callable[[Pipe], Any]:
+    return lambda pipe: pipe.train_step(X, Y, square_error, schedule)
+
+
 MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
     (lambda pipe: pipe(3.0), "there: no tensor"),
@@ -181,10 +187,9 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
         lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
         "the loss does not depend on anything",
     ),
-    (
-        lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(3, m)),
-        r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]",
-    ),
+    (by("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
+    (by("zbv"), "zbv with 1 chunks: a rank has 2 stages there"),
+    (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
     (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
     (closed, "the Pipe is closed: make a new one"),
     (

@@ -12,21 +12,18 @@ from torch import nn
 
 from pipeline.pipe import Pipe
 from pipeline.replicas import place_layers
+from runtime.graph import memory_of
 from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
     STEPS,
     Step,
-    assert_close,
+    assert_trains_as_alone,
     batch,
-    forward_backward,
-    gradients,
-    in_one_process,
     one_f_one_b,
     square_error,
     tower,
-    zb,
 )
 from tests.pipeline.test_plain_programs import is_refused, trains_as_in_plain_pytorch
 
@@ -45,21 +42,9 @@ def split(model: nn.Sequential, devices: tuple[str, ...]) -> tuple[nn.Sequential
 @on_device
 def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]) -> None:
     """Also of the input, on whichever device it is; and the output is on the last one."""
-    x, y = batch(8)
-    expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
     for home in ("cpu", devices[0]):
-        for step in STEPS:
-            model = tower()
-            layers, replicas = split(model, devices)
-            pipe_x = x.detach().to(torch.device(home)).requires_grad_()
-            with Pipe(layers, split_size=3, replicas=replicas) as pipe:
-                loss = step(pipe, pipe_x, y)
-                memory = torch.device("cpu" if devices[-1].startswith("cpu") else devices[-1])
-                assert loss.device == memory
-            found = gradients(model) | {"loss": loss, "x": pipe_x.grad}
-            if step is not forward_backward:
-                found["x"] = expected["x"]
-            assert_close(found, expected)
+        loss = assert_trains_as_alone(lambda tower: Pipe(split(tower, devices)[0], 3), home)
+        assert loss.device == memory_of(torch.device(devices[-1]))
 
 
 @on_device
@@ -85,7 +70,7 @@ def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
     is_refused("memory of two", one_f_one_b, ("cuda:0", "cuda:1"))
 
 
-@pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])
+@pytest.mark.parametrize("step", STEPS)
 @on_device
 def test_what_is_handed_over_is_copied_on_streams_of_its_own(step: Step) -> None:
     """In both directions; and all that computes is on the caller's streams, the backward too."""

@@ -22,7 +22,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.processes.messages import PeerError
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from tests.odd_layers import ODD, Again, linear, sparse_and_tied
@@ -39,6 +38,7 @@ from tests.pipeline.pipeline_models import (
     square_error,
     take_gradients,
 )
+from tests.pipeline.processes.test_process_errors import caught
 from tests.ranks import Ranks
 from tests.ranks import sharing as allowed
 
@@ -143,7 +143,7 @@ def trains_as_in_plain_pytorch(name: str, devices: Sequence[str] = CPU) -> None:
         expected = in_one_process(deepcopy(model), x.clone(), y)
         placed, _ = place_layers([*model], sizes or (half, len(model) - half), devices)
         with Pipe(placed, split_size=2) as pipe:
-            loss = step(pipe, x.clone(), y)
+            loss = step(pipe, x, y)
         trained = {name for name, p in model.named_parameters() if p.requires_grad} | {"loss"}
         nothing = {name for name, value in expected.items() if value is None}
         assert {name for name in nothing & trained if "unused" not in name} == set()
@@ -160,18 +160,16 @@ def test_what_computes_the_input_gets_its_gradient(m: int) -> None:
     """In plain PyTorch the graph reaches beyond the first layer; a leaf of the input is used twice,
     and one needs no gradient."""
     torch.manual_seed(0)
-    first, model = linear().double(), nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear())
+    first = linear().double()
+    model = nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear()).double()
     x, y = sequences()
-    expected = in_one_process(nn.Sequential(model[0], model[1].double()), given(first, x), y)
-    expected |= take_gradients(first)
+    expected = in_one_process(model, given(first, x), y) | take_gradients(first)
     for schedule in ("gpipe", "1f1b", "zb"):
         with Pipe(cut(model, (1, 1))) as pipe:
             loss = pipe.train_step(
                 given(first, x), y, lambda o, t: square_error(o, t) / 2, schedule, m, scale=2.0
             )
-        found = {**take_gradients(pipe.partitions[1])}
-        found = {f"1.{name.split('.')[-1]}": g for name, g in found.items()}
-        assert_close(found | {"loss": loss} | take_gradients(first), expected)
+        assert_close(take_gradients(model) | {"loss": loss} | take_gradients(first), expected)
 
 
 def given(first: nn.Module, x: Tensor) -> Any:
@@ -216,9 +214,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "a dataclass": (
         lambda: handing_on(lambda h: {"flag": True, "last_hidden_state": Plain(h)}), (2, 2), HIDDEN,
     ),
-    "memory of two": (
-        lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED),
-    ),
+    "memory of two": (lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED)),
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
@@ -270,15 +266,11 @@ def _between_processes(_: int, __: int, share: bool) -> tuple[str, dict[str, Any
     the gradients where one of two tensors of a message is written to, another saved."""
     torch.manual_seed(0)
     wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    said = ""
     with allowed(share), ProcessPipe(wrong, [3, 2], timeout=30) as pipe:
-        try:
-            pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        except (ValueError, PeerError) as error:
-            said = f"{type(error).__name__}: {error}"
+        said = caught(pipe.train_step, *sequences(), square_error, "1f1b", 4)[0]
     with allowed(share), ProcessPipe(apart(), [3, 2], timeout=30) as pipe:
-        pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        return said, {name: p.grad for name, p in pipe.named_parameters().items()}
+        loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        return said, gradients(pipe) | {"loss": loss}
 
 
 def apart() -> nn.Sequential:
@@ -296,9 +288,7 @@ def test_between_processes_too(ranks: Ranks, share: bool) -> None:
     (first, found), (second, others) = ranks.run(_between_processes, share)
     assert first.startswith("PeerError: ")
     assert second.startswith(f"ValueError: {SHARED}")
-    assert_close(
-        found | others | {"loss": None}, in_one_process(apart(), *sequences()) | {"loss": None}
-    )
+    assert_close(found | others, in_one_process(apart(), *sequences()))
 
 
 def nested() -> nn.Sequential:

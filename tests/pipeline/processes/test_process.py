@@ -11,6 +11,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
 from runtime.mesh import make_mesh, message_groups
 from tests.pipeline.pipeline_models import (
-    Paused,
     assert_close,
     assert_same_bits,
     batch,
@@ -54,19 +54,11 @@ def merged(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
             for name, value in values.items():
                 before: Any = result[case].setdefault(name, value)
                 assert (before is value is None) or torch.equal(before, value), (case, name)
-    return {case: dict(sorted(values.items())) for case, values in result.items()}
-
-
-def ordered(found: Found) -> Found:
-    return dict(sorted(found.items()))
+    return result
 
 
 def schedules(n: int) -> list[tuple[str, int]]:
     return [(name, v) for name, v in EVERY if n * v in SIZES]
-
-
-def of(pipe: ProcessPipe) -> Found:
-    return {name: p.grad for name, p in pipe.named_parameters().items()}
 
 
 def model() -> nn.Sequential:
@@ -92,7 +84,7 @@ def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
         torch.manual_seed(5)
         loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
         found = take_gradients(same) | {"loss": loss, "next": torch.rand(())}
-        return ordered(found), pipe.peak_alive
+        return found, pipe.peak_alive
 
 
 @cache
@@ -124,19 +116,18 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
                 link._bodies = groups if rank == 0 else groups[::-1]
             seen: list[tuple[str, Tensor]] = []
             for m in NUMBERS:
-                pipe.module.zero_grad()
-                torch.manual_seed(5)
-                loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
-                results[name, v, m] = of(pipe) | {"loss": loss, "next": torch.rand(())}
-                if m == 3:
+                if m == NUMBERS[-1]:
                     for key, p in pipe.named_parameters().items():
                         p.register_hook(lambda g, key=key, seen=seen: seen.append((key, g.clone())))
-            assert len(seen) == len(of(pipe))  # each once, and whole
-            assert_same_bits(ordered(dict(seen)), ordered(of(pipe)))
+                torch.manual_seed(5)
+                loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+                found = take_gradients(pipe)
+                results[name, v, m] = found | {"loss": loss, "next": torch.rand(())}
+            assert len(seen) == len(found)  # each once, and whole
+            assert_same_bits(dict(seen), found)
             state = torch.get_rng_state()
             pipe.module.eval()
             output = pipe.forward(batch(9)[0])
-            pipe.module.train()
             assert torch.equal(torch.get_rng_state(), state)  # draws nothing
             assert (output is not None) == (rank == ranks[-1])
             results[name, v, "eval"] = {} if output is None else {"y": output}
@@ -145,7 +136,6 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
 
 def check(found: dict[Any, Found], n: int) -> None:
     output = model().eval()(batch(9)[0])
-    assert found
     for (_, v, m), values in found.items():
         if m == "eval":
             assert_close(values, {"y": output})
@@ -169,7 +159,7 @@ def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         pipe.recorder = lambda *event: events.append(event)
         pipe.train_step(x, y, square_error, schedule, 3)
-        pipe.recorder = Paused()
+        pipe.recorder = Mock(spec=["recording"], recording=False, side_effect=AssertionError)
         pipe.train_step(x, y, square_error)
     assert {event[1] for event in events} == {rank}
     times = [t for event in events for t in event[3:]]
@@ -239,17 +229,16 @@ def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
     for share in (True, False):
         with sharing(share), ProcessPipe(tower(), SIZES[world_size], timeout=20) as pipe:
             for seed in range(10):
-                pipe.module.zero_grad()
                 schedule = partial(random_schedule, seed=seed)
                 loss = pipe.train_step(*batch(10), square_error, schedule, seed % 5 + 1)
-                results[share, seed] = of(pipe) | {"loss": loss}
+                results[share, seed] = take_gradients(pipe) | {"loss": loss}
     return results
 
 
 def test_random_schedules_never_wait_for_each_other_in_a_circle(
     ranks: Ranks, three_ranks: Ranks
 ) -> None:
-    expected = ordered(in_one_process(tower(), *batch(10)))
+    expected = in_one_process(tower(), *batch(10))
     for world in (ranks, three_ranks):
         for found in merged(world.run(_random_schedules)).values():
             assert_close(found, expected)
@@ -271,7 +260,8 @@ def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
         pipe.train_step(x, y, square_error, schedule, 2)
         buckets.finish()
         last = max(end for kind, *_, end in events if kind in "BW")
-        return [start < last for kind, *_, start, _ in events if kind == "all_reduce"], of(pipe)
+        early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
+        return early, take_gradients(pipe)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
@@ -302,7 +292,7 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
         how: Any = {"group": group, "messages": messages, "timeout": 20}
         with sharing(share), ProcessPipe(tower(), [2, 4], **how) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
-            found[share, k] = of(pipe) | {"loss": loss}
+            found[share, k] = take_gradients(pipe) | {"loss": loss}
         dist.barrier(group)
         gc.collect()
         held.append(len(list(Path("/proc/self/fd").iterdir())))
@@ -314,7 +304,7 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
 def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
     three_ranks: Ranks,
 ) -> None:
-    expected = ordered(in_one_process(tower(), *batch(8)))
+    expected = in_one_process(tower(), *batch(8))
     answers = three_ranks.run(_one_pipe_after_another)
     for found in merged([found for found, _ in answers]).values():
         assert_close(found, expected)
