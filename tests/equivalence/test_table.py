@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from pipeline.schedules.catalogue import SCHEDULES
 from tests.equivalence.compare import check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
-from tests.equivalence.table import ODD, find
+from tests.equivalence.table import ODD, TABLE, find
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.tasks.sequences import SequenceTask
@@ -41,20 +43,31 @@ def failure(world: Ranks | None, name: str, steps: int = 2, draws: bool = False)
     return str(said[0])
 
 
-# The short form: every layout, way of averaging, ZeRO stage and kind of schedule, on text and on
+# The short form: every layout, way of averaging, ZeRO stage and schedule, on text and on
 # pictures, and what is special in each, once. (A run that is resumed says what a second one would;
 # meshes have dropout.) `make verify` runs all there are; tests/project/test_losses.py has more.
 SHORT = """
     single-one_more single-dropout threads2-gpipe-m3 threads2-1f1b-auto threads2-zb-clipped
     threads2-zb-same_length threads2-zb-recompute_sqrt threads2-interleaved-v2_m3
-    threads3-zb-cut_6_1_1 module3-gpt2 blocks2-one_by_one blocks3-resumed ddp2-flat-no_target
-    ddp2-overlap-m2 ddp2-gloo-none_left ddp2-overlap-vgg16 fsdp2-zero2-one_more fsdp2-zero3-m2
-    fsdp2-zero3-gloo fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied
-    pipeline2-interleaved-resumed pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence
-    mesh2-1x1x2-odd mesh2-1x1x2-untied mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3
-    mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed mesh2-1x1x2-recompute_always
-    mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1
+    threads2-sequential-m4 threads3-vhalf-v2_m3 threads3-vmin-v2_m3 threads3-zb-cut_6_1_1
+    module3-gpt2 blocks2-one_by_one blocks3-resumed ddp2-flat-no_target ddp2-overlap-m2
+    ddp2-gloo-none_left ddp2-overlap-vgg16 fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo
+    fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied pipeline2-interleaved-resumed
+    pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied
+    mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed
+    mesh2-1x1x2-recompute_always mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1
 """
+
+
+def kinds(names: Iterable[str]) -> set[str]:
+    """Layouts and schedules in the names of rows."""
+    words = [name.split("-") for name in names]
+    return {first.rstrip("0123456789") for first, *_ in words} | {*chain(*words)} & {*SCHEDULES}
+
+
+def test_the_short_form_has_every_layout_and_schedule() -> None:
+    """So that a new one is not tried by `make verify` alone."""
+    assert kinds(SHORT.split()) == kinds(row.name for row in TABLE) > {*SCHEDULES}
 
 
 @pytest.mark.parametrize("name", SHORT.split())
