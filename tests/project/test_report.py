@@ -40,16 +40,14 @@ def text_of(page: str) -> str:
     return " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
 
 
-def staged(root: Path, name: str = "pipeline2") -> Path:
+def staged(root: Path) -> Path:
     """Two stages under GPipe: F takes 1 s, B 2 s, I and W 1 s each, messages 0.5 and 1 s."""
     about = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2, "loss": [2.0, 1.0, 0.5]}
     worst = {"name": "h.0.bias", "largest": 1e-7, "distance": 3e-7, "rounding": 1e-7}
     checks = {"weights": {"agrees": True, "missing": [], "worst": worst}}
     layout = "layers per stage: 5 | 3 (embedding, halves of blocks, head)"
     more = {"validation_loss": 1.5, "bleu": 7.25, "load": 0.0}
-    folder = write_run(root, name, PIPELINE, layout=layout, checks=checks, **about, **more)
-    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
-    return folder
+    return write_run(root, "pipeline2", PIPELINE, layout=layout, checks=checks, **about, **more)
 
 
 def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
@@ -214,14 +212,12 @@ def test_what_a_rank_sends(tmp_path: Path) -> None:
         folder = write_run(
             tmp_path, f"{zero}{precision}2", zero=zero, num_microbatches=4, precision=precision
         )
-        (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
         gradients = 40_000_000 * (2 if zero > 1 else 1)  # bytes of all parameters
         state = formulas.State(2 if zero > 1 and precision == "bf16" else 4, 4, 8)
         sent = formulas.zero_traffic(zero, gradients // 4, 2, state, microbatches=4)
         assert sum(report.Reported(folder).links().values()) == sent
     # Their number was automatic: as many as a recorded step has.
     folder = write_run(tmp_path, "auto2", PIPELINE, zero=3, num_microbatches=None)
-    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
     sent = formulas.zero_traffic(3, 20_000_000, 2, formulas.State(4, 4, 8), microbatches=2)
     assert sum(report.Reported(folder).links().values()) == sent
 
