@@ -152,13 +152,10 @@ def test_what_argparse_raises_is_one_line(
 
 def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"train single {VGG} --num_batches 1")
-    Path("other").mkdir()
     Path("empty").mkdir()
-    Path("other/config.json").write_text("{}")
     nothing = "neither the workdir of a run, nor a checkpoint"
     for name, said in (
         ("work", "it is of a model of pictures, and not of text"),
-        ("other", f"^other: {nothing}"),
         ("./nowhere", rf"^\./nowhere: {nothing}.*Repo id must"),
         ("empty", rf"^empty: {nothing}[^.]*Unrecognized model in empty\); the --workdir of a run"),
         ("work/config.json", rf"^work/config\.json: {nothing}"),
@@ -174,8 +171,6 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
-        (["--num_samples", "0"], "--num_samples 0: it must be a whole number from 1 to"),
-        (["--seed", "-1.5"], "--seed -1.5: it must be a whole number from 0 to"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
         (["Ei", "--input", "x"], "there is text on the command line"),
