@@ -20,20 +20,9 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from project.generate import continuations, main, parse_generate
 from project.train import read_texts
 from tests.project.conftest import Learned
-from tests.project.programs import (
-    SAME,
-    TEXT,
-    TINY,
-    losses,
-    names_in,
-    parse,
-    read_json,
-    run,
-    summary,
-)
+from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.export import export
-from training.files import write_json
 from training.launch.errors import RunError, UserError
 from training.tasks.any_text import END
 from training.trained import load_trained
@@ -102,15 +91,13 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(
 
 
 def test_the_card_has_every_command_that_trained(
-    learned: Callable[[str], Learned], tmp_path: Path
+    learned: Callable[[str], Learned], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workdir = shutil.copytree(learned("pairs").workdir, tmp_path / "run")
-    options = read_json(workdir / "options.json")
-    options["earlier_commands"] = ["python begun.py"]
-    write_json(workdir / "options.json", options)
-    export(load_trained(str(workdir)), tmp_path / "new")
-    card = (tmp_path / "new" / "README.md").read_text("utf-8")
-    assert f"with `python begun.py`, resumed with `{options['command']}`\n" in card
+    """Which a run keeps: tests/training/test_results.py."""
+    monkeypatch.setattr("training.export.commands_of", lambda _: ["python a.py", "python b.py"])
+    export(load_trained(str(learned("pairs").workdir)), Path("new"))
+    card = Path("new/README.md").read_text("utf-8")
+    assert "with `python a.py`, resumed with `python b.py`\n" in card
 
 
 @pytest.mark.parametrize("page", ["its model card", "README.md"])
