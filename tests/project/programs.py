@@ -65,6 +65,11 @@ FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
 Tamper = Callable[[int, pytest.MonkeyPatch], None]
 
 
+def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the current folder."""
+    patch.chdir(folder)
+
+
 def course_commands(page: str, containing: str = "") -> list[str]:
     """The lines for `parse` and `run` of the commands on a page in docs/ that have these words."""
     text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")

@@ -23,6 +23,7 @@ from tests.project.programs import (
     TINY,
     VGG,
     course_commands,
+    in_folder,
     names_in,
     on_rank,
     read_json,
@@ -36,10 +37,6 @@ SMALL = TINY + "--keep 0 --model_max_length 32 "
 FILES = ("tests/model0_gradients.pth", "tests/model1_gradients.pth")
 
 
-def _in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
-    patch.chdir(folder)
-
-
 @pytest.fixture
 def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
     """What `python project/run_data_parallel.py --pytest True --n_epochs 1` has left in tests/.
@@ -50,7 +47,7 @@ def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
         (line,) = course_commands("cmu_11868", "--pytest True")
         line += " --n_train 48 --n_validation 2 --n_test 2 --batch_size 32 --world_size 2 "
         line += f"--device cpu --n_layer 2 --vocab_size 512 --workdir {folder}/work"
-        said = ranks.run(on_rank, line, partial(_in_folder, folder))
+        said = ranks.run(on_rank, line, partial(in_folder, folder))
         assert said == [(f"rank {r} wrote {FILES[r]}\n", None) for r in range(2)]
     return [torch.load(folder / file, weights_only=True) for file in FILES]
 

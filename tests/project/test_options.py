@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project import generate, plan, plot, report
+from project import generate, plan, plot
 from project.parser import shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
@@ -179,7 +179,6 @@ def test_usage_has_the_same_form_everywhere(
 ) -> None:
     for parse_line, command, line in (
         (generate.parse_generate, "", "generate.py FOLDER [TEXT ...]"),
-        (report.parse_report, "", "report.py RUN [RUN ...]"),
         (plan.parse_plan, "", "plan.py COMMAND"), (plan.parse_plan, "check", "plan.py check TABLE"),
         (plot.parse_plot, "timeline", "plot.py timeline RUN"),
     ):  # fmt: skip

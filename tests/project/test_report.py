@@ -26,7 +26,7 @@ from project import report
 from project.figures.compared import compare, compare_step
 from project.figures.recorded import Run
 from tests.project.made_up import PIPELINE, write_run
-from tests.project.programs import ROOT, TINY, on_rank
+from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
 from training.launch.errors import UserError
 from training.timeline import Event
@@ -139,11 +139,6 @@ def course(root: Path, ranks: Ranks) -> Path:
         found = ranks.run(on_rank, command, here) if both else [on_rank(0, 1, command, here)]
         assert [error for _, error in found] == [None] * len(found)
     return root
-
-
-def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
-    """Gradients go to the current folder."""
-    patch.chdir(folder)
 
 
 def test_the_page_of_a_course(course: Path) -> None:
