@@ -61,6 +61,13 @@ def write_epochs(
     return workdir
 
 
+def write_one_and_two(root: Path) -> tuple[Path, Path]:
+    """Results of one process, and of two."""
+    for rank, times in enumerate(RANKS):
+        write_epochs(root / "dp2", f"rank{rank}_results", times, TOKENS / 2, world_size=2)
+    return write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1), root / "dp2"
+
+
 def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
     """A run of train.py, such as ddp2, with its timelines."""
     folder, workers = root / name, int(name[-1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from project import plot
 from project.figures.style import STYLE
-from tests.project.made_up import PIPELINE, RANKS, SINGLE, write_epochs, write_timelines
+from tests.project.made_up import PIPELINE, SINGLE, write_epochs, write_one_and_two, write_timelines
 from tests.project.programs import (
     ROOT,
     TINY,
@@ -73,9 +73,7 @@ def draw(options: str) -> list[str]:
 def left_by_make_report() -> None:
     """The runs that the pictures of the first course are drawn from."""
     root = Path("workdir_report")
-    write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1)
-    for rank, times in enumerate(RANKS):
-        write_epochs(root / "dp2", f"rank{rank}_results", times, world_size=2)
+    write_one_and_two(root)
     sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2, "schedule": "gpipe"}
     for name, mode in (("mp", "model_parallel"), ("pp", "pipeline_parallel")):
         write_epochs(root / name, "eval_results", SINGLE, model_parallel_mode=mode, **sizes)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.plain_gpt2 import build_model
 from project import generate
-from tests.project.programs import FLOW, TINY, VGG, recomputed, run
+from tests.project.programs import FLOW, TINY, VGG, large_weights, recomputed, run
 from training.export import export
 from training.launch.errors import UserError
 from training.tasks.gpt2 import gpt2_config
@@ -38,9 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     config = gpt2_config("gpt2-mini", 320, 64, n_layer=2, n_embd=16, n_head=2)
     model = build_model(config, seed=5).double()
     for name, p in model.named_parameters():
-        if p.dim() == 2 and name != "transformer.wpe.weight":
-            p.data *= 8
-    model.transformer.wte.weight.data[2] *= 2  # the end: some lines come to it soon, some late
+        large_weights(name, p)
     return Trained(model.eval().requires_grad_(False), tokenizer, 64)
 
 

@@ -13,11 +13,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
-from tests.project.programs import FLOW, TINY, parse, recomputed
+from tests.project.programs import FLOW, TINY, large_weights, parse, recomputed
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
@@ -79,17 +78,6 @@ def made(line: str, rank: int, world_size: int) -> TranslationTask:
     task = TranslationTask(args, make_world(rank, world_size, rank), read_pairs(args))
     task._initialize = large_weights
     return task
-
-
-@torch.no_grad()
-def large_weights(name: str, p: Tensor) -> None:
-    """So large that what the model writes varies."""
-    if ".ln_" in name:
-        p.fill_(name.endswith("weight"))
-        return
-    p.normal_(0, 0.5, generator=torch.Generator().manual_seed(sum(name.encode())))
-    if "wte" in name:
-        p[2] *= 5  # the end of a sentence: it comes soon in some, and late in others
 
 
 def translations(rank: int, world_size: int, line: str) -> list[str]:
