@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.programs import PAIRS, PLAIN, TEXT, run
+from tests.ranks import Ranks
 
 
 def write_pairs(folder: Path) -> None:
@@ -32,8 +33,12 @@ class Learned:
     workdir: Path
 
 
+Learn = Callable[[str], Learned]
+WorldOf = Callable[[int], Ranks | None]  # tests/conftest.py
+
+
 @pytest.fixture(scope="session")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned]:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
     """By one process, the whole batch at once: pairs, with or without dropout, or plain text."""
     folder = tmp_path_factory.mktemp("learned")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")

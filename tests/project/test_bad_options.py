@@ -286,12 +286,6 @@ def test_what_a_resume_may_change(made: Path) -> None:
         "--num_microbatches 2", "--on_nan skip", "--world_size 4",
     ):  # fmt: skip
         assert find_resume(parse(DP + line + change), fingerprint).checkpoint is not None
-    resume = find_resume(parse(DP + line), fingerprint)
-    assert resume.notes == (
-        f"Resumed from {made}/checkpoints/{NAME}: 8 steps done.",
-        "Nothing is left to train: the run has done its 8 steps. --n_epochs 3 trains on.",
-    )
-    assert len(find_resume(parse(DP + line + "--n_epochs 3"), fingerprint).notes) == 1
     other = f"--resume: {NAME} was trained on other data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
         find_resume(parse(DP + line), "other")

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import continuations, main, parse_generate
 from project.train import read_texts
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn
 from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.export import export
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
-def exported(learned: Callable[[str], Learned]) -> Callable[[str], Path]:
+def exported(learned: Learn) -> Callable[[str], Path]:
     """What one process has learned, as a folder for transformers."""
 
     @cache
@@ -69,7 +69,7 @@ def sequences_of(what: str, line: str, tokenizer: Any) -> list[tuple[list[int], 
 
 @pytest.mark.parametrize("what", ["pairs", "text"])
 def test_transformers_loads_it_and_finds_the_losses_of_the_run(
-    learned: Callable[[str], Learned], exported: Callable[[str], Path], what: str
+    learned: Learn, exported: Callable[[str], Path], what: str
 ) -> None:
     """The validation loss, computed by transformers alone; the tokenizer is the run's."""
     folder, one = exported(what), learned(what)
@@ -91,7 +91,7 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(
 
 
 def test_the_card_has_every_command_that_trained(
-    learned: Callable[[str], Learned], monkeypatch: pytest.MonkeyPatch
+    learned: Learn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a run keeps: tests/training/test_results.py."""
     monkeypatch.setattr("training.export.commands_of", lambda _: ["python a.py", "python b.py"])
@@ -127,9 +127,7 @@ def test_the_snippet_translates_as_generate_py_does(
     assert model.generation_config.max_length == 24
 
 
-def test_programs_start_from_it(
-    learned: Callable[[str], Learned], pairs: Path, ranks: Ranks
-) -> None:
+def test_programs_start_from_it(learned: Learn, pairs: Path, ranks: Ranks) -> None:
     """And finds the losses of any other."""
     sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
     line = TINY.replace(sizes, f"--model {pairs}")

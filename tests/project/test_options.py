@@ -235,10 +235,11 @@ def test_what_is_not_given_is_chosen(line: str) -> None:
         assert choose_devices(args) == devices
 
 
+Started = tuple[int, int] | None
 GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; "
 # The GPUs of this machine; the ranks that torchrun has started, in all and here; the line; and the
 # ranks that it means, or what is said.
-MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
+MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (4, 4), DP, 4),
     (0, (4, 4), TRAIN + "--num_workers 4", 4),
     (0, (4, 4), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 4),  # two replicas, or one:
@@ -275,11 +276,7 @@ def test_a_host_with_fewer_gpus_has_the_same_options(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("gpus", "started", "line", "expected"), MACHINES)
 def test_what_torchrun_and_the_machine_allow(
-    gpus: int,
-    started: tuple[int, int] | None,
-    line: str,
-    expected: int | str,
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: int, started: Started, line: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     if started:

@@ -220,10 +220,6 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     assert [line.split()[2:] for line in printed] == cells
     assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 25% idle"
     assert foot(fig).endswith("at most, in micro-batches of a stage: 3, 2, 1")
-    halves = ["backward (input)", "backward (weight)"]
-    assert legend(fig) == ["forward", "backward", *halves, "idle"]
-    rows = [label.get_text() for label in ax.get_yticklabels()]
-    assert rows == [f"stage {r}\n25% idle" for r in range(3)]
 
 
 def test_several_stages_per_rank_have_letters(

@@ -5,7 +5,6 @@ Without dropout, whose masks a device draws in its own way."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from project import generate
 from tests.device.session import NCCL, Device, ranks
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn
 from tests.project.programs import FLOW, VGG, assert_same_run, run, summary
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -47,7 +46,7 @@ def translated(trained: Path, device: str) -> str:
 
 @pytest.mark.parametrize(("n", "line"), LAYOUTS, ids=[line for _, line in LAYOUTS])
 def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
-    device: Device, learned: Callable[[str], Learned], tmp_path: Path, n: int, line: str
+    device: Device, learned: Learn, tmp_path: Path, n: int, line: str
 ) -> None:
     one, workdir = learned("pairs"), tmp_path / "work"
     error, printed = device.run(on_device, f"{line} {one.line}", n, workdir)
@@ -56,9 +55,7 @@ def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
     assert_same_run(workdir, one.workdir)
 
 
-def test_generate_on_a_device_translates_as_on_the_cpu(
-    device: Device, learned: Callable[[str], Learned]
-) -> None:
+def test_generate_on_a_device_translates_as_on_the_cpu(device: Device, learned: Learn) -> None:
     workdir = learned("pairs").workdir
     found = device.run(translated, workdir, "cuda")
     assert found.count("\n") == len(LINES)

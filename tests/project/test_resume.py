@@ -4,7 +4,6 @@ and with the same losses, up to the order of sums, with another one and in anoth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn, WorldOf
 from tests.project.programs import (
     FLOW,
     TINY,
@@ -27,7 +26,7 @@ from tests.project.programs import (
 )  # fmt: skip
 from tests.ranks import Ranks
 from training.checkpoint import Saver
-from training.launch.errors import UserError, counted
+from training.launch.errors import counted
 from training.loop import seeded
 from training.optimization import Recipe
 from training.results import read_metrics
@@ -70,12 +69,7 @@ def positions(workdir: Path) -> dict[str, float]:
     ("line", "n", "stop_at", "steps"), SAME_LAYOUT, ids=[line for line, *_ in SAME_LAYOUT]
 )
 def test_with_the_same_layout_bit_for_bit(
-    learned: Callable[[str], Learned],
-    world_of: Callable[[int], Ranks | None],
-    line: str,
-    n: int,
-    stop_at: int,
-    steps: int,
+    learned: Learn, world_of: WorldOf, line: str, n: int, stop_at: int, steps: int
 ) -> None:
     """Interrupted in the first epoch, a step after a checkpoint; or in the last, right after it."""
     line = line.format(text=learned("text").line)
@@ -102,7 +96,7 @@ STEPS = [
 
 
 def test_any_program_resumes_what_any_other_has_saved(
-    learned: Callable[[str], Learned], ranks: Ranks, four_ranks: Ranks
+    learned: Learn, ranks: Ranks, four_ranks: Ranks
 ) -> None:
     """Four layouts in turn, dropout on, are one process; so is what they translate."""
     one = learned("dropout")
@@ -140,8 +134,6 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert error is None, printed
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
-    with pytest.raises(UserError, match=r"^--dropout 0.2 with --resume: "):
-        run("train single --resume --dropout 0.2")
 
 
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
+from tests.project.conftest import WorldOf
 from tests.project.programs import FLOW, TINY, large_weights, parse, recomputed
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
@@ -38,9 +38,7 @@ LENGTH = 64
         (2, "train pipeline --schedule zbv"), (3, "train fsdp"),
     ],
 )  # fmt: skip
-def test_a_layout_translates_as_one_process(
-    world_of: Callable[[int], Ranks | None], n: int, line: str
-) -> None:
+def test_a_layout_translates_as_one_process(world_of: WorldOf, n: int, line: str) -> None:
     """Each part of the data has its own sentences; every rank gets all translations, in order."""
     line = f"{line} {SIZES} --workdir {Path('work').resolve()}"
     world = world_of(n)
