@@ -21,7 +21,6 @@ from project.plan import main
         ("calibrate --output /", "it must name a file in an existing folder"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
-        ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
