@@ -25,6 +25,23 @@ def write_pairs(folder: Path) -> None:
         (folder / f"{split}.en").write_text("\n".join(en), encoding="utf-8")
 
 
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Calls what must end the program with status 2; gives the one line that it says."""
+
+    def said(call: Callable[..., object], *args: object) -> str:
+        with pytest.raises(SystemExit) as end:
+            call(*args)
+        line = capsys.readouterr().err
+        assert (end.value.code, line.count("\n")) == (2, 1)
+        return line
+
+    return said
+
+
 @dataclass(frozen=True)
 class Learned:
     """What one process has learned: with which options, and its workdir."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from project import run_data_parallel, run_pipeline, train
+from project import generate, run_data_parallel, run_pipeline, train
 from project.utils import read_pairs
 from tests.ranks import Ranks
 from training.checkpoint import newest
@@ -158,6 +158,15 @@ def run(
     (printed, error), *others = ranks.run(on_rank, line, tamper, stop_at)
     assert [said for said, _ in others] == [""] * len(others)
     return printed, error
+
+
+def printed_by_generate(*words: str) -> str:
+    """What generate.py prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("sys.argv", ["generate.py", *words])
+        generate.main()
+    return printed.getvalue()
 
 
 def read_json(path: str | Path) -> Any:

@@ -17,10 +17,20 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.generate import continuations, main, parse_generate
+from project.generate import continuations, parse_generate
 from project.train import read_texts
 from tests.project.conftest import Learn
-from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
+from tests.project.programs import (
+    SAME,
+    TEXT,
+    TINY,
+    losses,
+    names_in,
+    parse,
+    printed_by_generate,
+    run,
+    summary,
+)
 from tests.ranks import Ranks
 from training.export import export
 from training.launch.errors import RunError, UserError
@@ -38,9 +48,7 @@ def exported(learned: Learn) -> Callable[[str], Path]:
     def written(what: str) -> Path:
         workdir = learned(what).workdir
         folder = workdir.with_name(f"{what}_exported")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["x", str(workdir), "--export", str(folder)])
-            main()
+        printed_by_generate(str(workdir), "--export", str(folder))
         return folder
 
     return written

@@ -17,7 +17,16 @@ import torch
 
 from benchmarks.plain_gpt2 import build_model
 from project import generate
-from tests.project.programs import FLOW, TINY, VGG, large_weights, recomputed, run
+from tests.project.conftest import Refusal
+from tests.project.programs import (
+    FLOW,
+    TINY,
+    VGG,
+    large_weights,
+    printed_by_generate,
+    recomputed,
+    run,
+)
 from training.export import export
 from training.launch.errors import UserError
 from training.tasks.gpt2 import gpt2_config
@@ -95,9 +104,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert sample(logits, 4, chances, 0.5, None).tolist() == [0] * 7 + [1, 1, 2]
 
 
-def test_workdir_checkpoint_and_export_give_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     run(f"run_pipeline {FLOW} {TINY} --num_batches 2")
     export(load_trained("work"), Path("exported"))
     (checkpoint,) = Path("work/checkpoints").iterdir()
@@ -106,9 +113,7 @@ def test_workdir_checkpoint_and_export_give_the_same(
     file, said = ["--input", "lines.txt"], []
     for words in (["work", *file], ["work/checkpoints", *file], [str(checkpoint), *file],
                   ["exported"]):  # fmt: skip
-        monkeypatch.setattr("sys.argv", ["generate.py", *words, "--max_new_tokens", "8"])
-        generate.main()
-        said.append(capsys.readouterr().out)
+        said.append(printed_by_generate(*words, "--max_new_tokens", "8"))
     assert said[0].count("\n") == 5
     assert said == said[:1] * 4
     models: list[Any] = [load_trained(folder).model.state_dict() for folder in ("work", "exported")]
@@ -134,18 +139,16 @@ def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
 
 
 def test_what_argparse_raises_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
     """From Python 3.12.5 on a word that no option takes is an error that is raised."""
     unknown = Mock(side_effect=ArgumentError(None, "unrecognized arguments: -x"))
     monkeypatch.setattr("argparse.ArgumentParser.parse_intermixed_args", unknown)
-    with pytest.raises(SystemExit):
-        generate.parse_generate(["work", "-x"])
-    said = capsys.readouterr().err
+    said = refusal(generate.parse_generate, ["work", "-x"])
     assert said.endswith("error: unrecognized arguments: -x; --help explains all\n")
 
 
-def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
     run(f"train single {VGG} --num_batches 1")
     Path("empty").mkdir()
     nothing = "neither the workdir of a run, nor a checkpoint"
@@ -171,6 +174,4 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         (["Ei", "--input", "x"], "there is text on the command line"),
         (["Ei", "--export", "new"], "--export new generates nothing: leave out text and --input"),
     ):
-        with pytest.raises(SystemExit):
-            generate.parse_generate(["work", *wrong])
-        assert why in capsys.readouterr().err
+        assert why in refusal(generate.parse_generate, ["work", *wrong])

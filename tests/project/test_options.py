@@ -16,6 +16,7 @@ from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.strategies import PAGES
 from project.train import TrainOptions
+from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.options import Processes
@@ -25,12 +26,9 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 DP, PP, TRAIN = "run_data_parallel ", "run_pipeline ", "train ddp "
 
 
-def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(line: str, refusal: Refusal) -> str:
     """The line that the parser says, less its end."""
-    with pytest.raises(SystemExit) as end:
-        parse(line)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
+    said = refusal(parse, line)
     assert said.endswith("; --help explains all\n")
     return said.partition(": error: ")[2].removesuffix("; --help explains all\n")
 
@@ -48,11 +46,11 @@ REFUSED = {  # per kind of value
 }
 
 
-def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
     """In one line, with the value and the rule."""
     for name, (values, rule) in REFUSED.items():
         for value in values:
-            said = refused(f"{DP}--{name} {value}", capsys)
+            said = refused(f"{DP}--{name} {value}", refusal)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
     for line, said in (
         (DP + "twice", "unrecognized arguments: twice"),
@@ -65,7 +63,7 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
         (PP + "--n_chunk 0", f"--n_chunk 0: it must be {COUNT}"),
         (DP + "--num-workers two", f"--num_workers two: it must be {COUNT}"),
     ):
-        assert refused(line, capsys) == said
+        assert refused(line, refusal) == said
 
 
 def test_flags_and_values() -> None:
@@ -85,7 +83,7 @@ def test_flags_and_values() -> None:
 
 
 def test_options_come_from_a_file_and_the_line_goes_first(
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What --print_config prints is such a file."""
     Path("run.yaml").write_text("batch_size: 8\nn_epochs: 3\nresume: true\n")
@@ -110,8 +108,8 @@ def test_options_come_from_a_file_and_the_line_goes_first(
         ("src: no", "--config run.yaml: src: YAML reads a word as False; put it in quotes"),
     ):
         Path("run.yaml").write_text(f"{wrong}\n")
-        assert refused(DP + "--config run.yaml", capsys) == said
-    assert refused(DP + "--config none.yaml", capsys) == (
+        assert refused(DP + "--config run.yaml", refusal) == said
+    assert refused(DP + "--config none.yaml", refusal) == (
         "--config none.yaml: No such file or directory; --print_config writes one"
     )
 

@@ -12,6 +12,7 @@ import pytest
 
 from planning.table import summary
 from project.plan import main
+from tests.project.conftest import Refusal
 
 
 @pytest.mark.parametrize(
@@ -37,14 +38,8 @@ from project.plan import main
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
     ],
 )  # fmt: skip
-def test_a_mistake_gets_one_sentence(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words.split())
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (2, 1)
-    assert message in error
+def test_a_mistake_gets_one_sentence(words: str, message: str, refusal: Refusal) -> None:
+    assert message in refusal(main, words.split())
 
 
 Run = Callable[[str], Any]
@@ -85,9 +80,7 @@ def test_the_commands_of_the_documentation(run: Run) -> None:
     )
 
 
-def test_a_machine_of_ones_own(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
     found = run(f"predict {XL} --dp 16 --machine {own}")
@@ -106,13 +99,11 @@ def test_a_machine_of_ones_own(
         (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
     ):
         own.write_text(figure if "like" in figure else f"like: a100-80gb\n{figure}", "utf-8")
-        with pytest.raises(SystemExit):
-            run(f"predict {XL} --dp 16 --machine {own}")
-        assert message in capsys.readouterr().err
+        assert message in refusal(run, f"predict {XL} --dp 16 --machine {own}")
 
 
 def test_a_table_is_compared_row_by_row(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, refusal: Refusal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "runs.csv"
     check = f"check {path} --machine a100-80gb"
@@ -139,9 +130,7 @@ def test_a_table_is_compared_row_by_row(
         (head + one.replace("0.5", "fast"), "row 1: seconds_per_step is 'fast', and must be"),
     ):
         path.write_text(text, "utf-8")
-        with pytest.raises(SystemExit):
-            run(check)
-        assert message in capsys.readouterr().err
+        assert message in refusal(run, check)
 
 
 def test_a_user_reads_no_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

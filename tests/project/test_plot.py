@@ -22,6 +22,7 @@ from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import steps_of
 from project.figures.style import plot_training
+from tests.project.conftest import Refusal
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -413,11 +414,9 @@ def test_runs_that_are_missing_or_do_not_compare(tmp_path: Path) -> None:
     check("memory ddp=2", "summary.json cannot be read")
 
 
-def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plot.parse_plot(["schedule", "--num_devices", "100000"])
+def test_a_mistyped_line(refusal: Refusal) -> None:
     said = "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for "
-    assert said in capsys.readouterr().err
+    assert said in refusal(plot.parse_plot, ["schedule", "--num_devices", "100000"])
     line = "pipeline --model_parallel a --pipeline_parallel b --output x.png"
     with pytest.raises(UserError, match=r"--output x.png: pipeline draws two pictures; name a "):
         plot.draw_figure(plot.parse_plot(line.split()))

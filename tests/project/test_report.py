@@ -25,6 +25,7 @@ from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.compared import compare, compare_step
 from project.figures.recorded import Run
+from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
@@ -217,11 +218,10 @@ def test_what_a_rank_sends(tmp_path: Path) -> None:
     assert sum(report.Reported(folder).links().values()) == sent
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit):
-        report.main([str(tmp_path / "empty"), "--template", "none.html"])
-    assert "--template none.html: there is no such file; it may be" in capsys.readouterr().err
+    said = refusal(report.main, [str(tmp_path / "empty"), "--template", "none.html"])
+    assert "--template none.html: there is no such file; it may be" in said
     with pytest.raises(UserError, match=r"empty: it has no summary.json; name the --workdir of"):
         report.main([str(tmp_path / "empty")])
 
