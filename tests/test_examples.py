@@ -17,11 +17,10 @@ import modal_run
 import modal_run_pipeline
 from examples import pipeline_of_any_model as any_model
 from project import plot
-from tests.project.programs import TINY, run
+from tests.project.programs import ROOT, TINY, run
 from tests.ranks import Ranks
 from tests.test_readme import check
 
-ROOT = Path(__file__).resolve().parents[1]
 BATCHES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 
 

@@ -21,6 +21,7 @@ from project.generate import continuations, parse_generate
 from project.train import read_texts
 from tests.project.conftest import Learn
 from tests.project.programs import (
+    ROOT,
     SAME,
     TEXT,
     TINY,
@@ -113,8 +114,7 @@ def test_the_snippet_translates_as_generate_py_does(
     pairs: Path, page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
-    root = Path(__file__).resolve().parents[2]
-    text = ((root if page == "README.md" else pairs) / "README.md").read_text("utf-8")
+    text = ((ROOT if page == "README.md" else pairs) / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)

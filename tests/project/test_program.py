@@ -68,7 +68,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
     assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]
     options = read_json(work / "options.json")
     expected = {"n_layer": 2, "world_size": 2, "strategy": "ddp", "gradient_sync": "overlap"}
-    assert {key: options[key] for key in expected} == expected
+    assert options.items() >= expected.items()
     names = {field.name for field in fields(DataParallelOptions)}
     assert options.keys() == names | {"command"}
     for rank, epoch in places:
