@@ -110,10 +110,9 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
     (checkpoint,) = Path("work/checkpoints").iterdir()
     Path("lines.txt").write_text("\n".join(LINES), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path("lines.txt").read_bytes())))
-    file, said = ["--input", "lines.txt"], []
-    for words in (["work", *file], ["work/checkpoints", *file], [str(checkpoint), *file],
-                  ["exported"]):  # fmt: skip
-        said.append(printed_by_generate(*words, "--max_new_tokens", "8"))
+    folders, few = ["work", "work/checkpoints", str(checkpoint)], ["--max_new_tokens", "8"]
+    said = [printed_by_generate(folder, "--input", "lines.txt", *few) for folder in folders]
+    said.append(printed_by_generate("exported", *few))  # the lines of standard input
     assert said[0].count("\n") == 5
     assert said == said[:1] * 4
     models: list[Any] = [load_trained(folder).model.state_dict() for folder in ("work", "exported")]
