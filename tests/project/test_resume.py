@@ -126,9 +126,9 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
     assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
     assert taken("train fsdp")[:3] == (4, 9.0, 2)
-    with monkeypatch.context() as patch:
-        for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}.items():
-            patch.setenv(name, value)
+    with monkeypatch.context() as torchrun:
+        torchrun.setenv("TORCHELASTIC_RUN_ID", "none")
+        torchrun.setenv("WORLD_SIZE", "2")
         assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed
@@ -139,19 +139,18 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
-    pipeline, one = (f"--model_parallel_mode {mode}_parallel" for mode in ("pipeline", "model"))
-    for typed in ("", pipeline):
-        args = parse(f"run_pipeline --resume --workdir work {typed}")
-        assert (args.strategy, args.num_devices) == ("pipeline_parallel", 2)
-        assert (args.schedule, args.chunks, args.num_microbatches) == ("interleaved", 2, 3)
-    args = parse("run_pipeline --resume --workdir work --n_chunk 2")
-    assert (args.strategy, args.schedule, args.num_microbatches) == ("pipeline_parallel", "1f1b", 2)
-    args = parse(f"run_pipeline --resume --workdir work {one}")
-    assert (args.strategy, args.schedule, args.num_microbatches) == (
-        "model_parallel", "sequential", 4,
-    )  # fmt: skip
-    args = parse("train pipeline --resume --workdir work")
-    assert (args.schedule, args.chunks, args.num_microbatches) == ("1f1b", 1, None)
+
+    def taken(typed: str) -> tuple[Any, ...]:
+        args = parse(f"{typed} --resume --workdir work")
+        return args.strategy, args.schedule, args.chunks, args.num_microbatches
+
+    mode, as_it_was = "--model_parallel_mode", ("pipeline_parallel", "interleaved", 2, 3)
+    assert taken("run_pipeline") == taken(f"run_pipeline {mode} pipeline_parallel") == as_it_was
+    assert parse("run_pipeline --resume --workdir work").num_devices == 2
+    assert taken("run_pipeline --n_chunk 2") == ("pipeline_parallel", "1f1b", 1, 2)
+    one_by_one = ("model_parallel", "sequential", 1, 4)
+    assert taken(f"run_pipeline {mode} model_parallel") == one_by_one
+    assert taken("train pipeline") == ("pipeline", "1f1b", 1, None)
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:

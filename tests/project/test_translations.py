@@ -35,17 +35,14 @@ LENGTH = 64
     ("n", "line"),
     [
         (1, f"run_pipeline {FLOW}"), (1, f"run_pipeline {FLOW} --pipeline blocks"),
-        (2, "train pipeline --schedule zbv"), (3, "train fsdp"),
+        (2, "train pipeline --schedule zbv"), (3, "train fsdp --world_size 3"),
     ],
 )  # fmt: skip
 def test_a_layout_translates_as_one_process(world_of: WorldOf, n: int, line: str) -> None:
     """Each part of the data has its own sentences; every rank gets all translations, in order."""
     line = f"{line} {SIZES} --workdir {Path('work').resolve()}"
     world = world_of(n)
-    if world is None:
-        found = [translations(0, 1, line)]
-    else:
-        found = world.run(translations, f"{line} --world_size {n}")
+    found = world.run(translations, line) if world else [translations(0, 1, line)]
     expected, lengths = of_one_process()
     assert found == [expected] * n
     # The examples are to show what can happen.
