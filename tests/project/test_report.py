@@ -122,21 +122,19 @@ def course(root: Path, ranks: Ranks) -> Path:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     for line in made.stdout.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.partition("&&")[2] or line)
-        program = Path(words[1]).stem if len(words) > 1 else ""
+        enter, _, command = line.rpartition(" && ")
+        _, path, *words = shlex.split(command)
+        program, folder = Path(path).stem, Path(enter.removeprefix("cd ") or root)
         if program == "report":
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(ROOT)
-                report.main(words[2:])
+                report.main(words)
         if not program.startswith("run_"):
             continue
-        folder = Path(line.split("cd ")[1].split(" &&")[0]) if "&&" in line else root
         folder.mkdir(parents=True, exist_ok=True)
-        both = "--world_size 2" in line
         tiny = f"{TINY} --keep 0 --batch_size 16 --model_max_length 32"
-        command = f"{program} {shlex.join(words[2:])} {tiny} --workdir "
-        command += str(folder if folder != root else words[-1])
-        here = partial(in_folder, folder)
+        command = f"{program} {shlex.join(words)} {tiny} --workdir {folder / words[-1]}"
+        here, both = partial(in_folder, folder), "--world_size 2" in line
         found = ranks.run(on_rank, command, here) if both else [on_rank(0, 1, command, here)]
         assert [error for _, error in found] == [None] * len(found)
     return root
