@@ -17,20 +17,14 @@ import modal_run
 import modal_run_pipeline
 from examples import pipeline_of_any_model as any_model
 from project import plot
-from tests.project.programs import TINY, run
+from tests.project.programs import ROOT, TINY, run
 from tests.ranks import Ranks
 from tests.test_readme import check
 
-ROOT = Path(__file__).resolve().parents[1]
 BATCHES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-@pytest.fixture(autouse=True)
-def _pictures_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "OUTPUT", tmp_path)
 
 
 def _here(command: list[str], **_: object) -> None:
@@ -96,8 +90,9 @@ def test_slurm_requeues_a_job_that_has_saved_on_notice(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if notice else "")
 
 
-def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_notebook_runs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands, on a smaller model; the picture that it shows is there in the end."""
+    monkeypatch.setattr(plot, "OUTPUT", tmp_path)
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
     lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
     for program, options in re.findall(r"^!python project/(\w+)\.py (.*)$", lines, re.MULTILINE):

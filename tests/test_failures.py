@@ -25,7 +25,7 @@ RESTARTED = [
 
 
 def test_three_runs_at_once(tmp_path: Path) -> None:
-    """They do not meet, listen on loopback alone, and leave nothing. Ctrl-C, which reaches every
+    """They do not meet, and leave nothing. Ctrl-C, which reaches every
     process of its terminal, ends one while its ranks import their libraries, and prints nothing.
     Of another the parent is killed, of the third a rank."""
     with ExitStack() as stack:
@@ -45,8 +45,6 @@ def test_three_runs_at_once(tmp_path: Path) -> None:
         assert met == [[s and s.pid] * 2 for s in starters for _ in range(2)]
         for run in others:
             run.look()
-        places = [place for run in others for place in run.listening]
-        assert {ip for ip, _ in places} == {"127.0.0.1"} and len({*places}) == len(places)
 
         runs[0].process.kill()
         runs[1].ranks()[0].kill()

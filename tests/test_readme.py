@@ -20,10 +20,10 @@ from project import generate, plan, plot, report
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
+from tests.project.programs import ROOT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")  # programs make their workdir there
 
-ROOT = Path(__file__).resolve().parents[1]
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/run_data_parallel.py": partial(parse_data_parallel, None),
     "project/run_pipeline.py": partial(parse_pipeline, None),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.programs import ROOT
 from tests.warm import run_warm
 
-ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "tutorial").glob("[0-9]_*.py"))
 NAMES = [chapter.stem for chapter in CHAPTERS]
 OURS = {path.name for path in ROOT.iterdir() if path.is_dir()}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.programs import PAIRS, PLAIN, TEXT, run
+from tests.ranks import Ranks
 
 
 def write_pairs(folder: Path) -> None:
@@ -24,6 +25,23 @@ def write_pairs(folder: Path) -> None:
         (folder / f"{split}.en").write_text("\n".join(en), encoding="utf-8")
 
 
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Calls what must end the program with status 2; gives the one line that it says."""
+
+    def said(call: Callable[..., object], *args: object) -> str:
+        with pytest.raises(SystemExit) as end:
+            call(*args)
+        line = capsys.readouterr().err
+        assert (end.value.code, line.count("\n")) == (2, 1)
+        return line
+
+    return said
+
+
 @dataclass(frozen=True)
 class Learned:
     """What one process has learned: with which options, and its workdir."""
@@ -32,8 +50,12 @@ class Learned:
     workdir: Path
 
 
+Learn = Callable[[str], Learned]
+WorldOf = Callable[[int], Ranks | None]  # tests/conftest.py
+
+
 @pytest.fixture(scope="session")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned]:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
     """By one process, the whole batch at once: pairs, with or without dropout, or plain text."""
     folder = tmp_path_factory.mktemp("learned")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")

@@ -15,9 +15,11 @@ SINGLE = [90.0, 19.0, 21.0]  # seconds of epochs; the first is far off: it must 
 RANKS = ([70.0, 9.0, 11.0], [60.0, 10.0, 12.0])
 Rows = Sequence[Sequence[tuple[str, int, int, float, float]]]
 
-# ddp=2: 10 seconds from 0 to 10. Rank 0: F 3, B 4, exposed 2, optimizer 1. Rank 1: F 2, B 5,
-# exposed 1, idle 1, optimizer 1.
-DDP1: Rows = [[("F", -1, 0, 0, 6), ("B", -1, 0, 6, 16), ("optimizer", -1, -1, 16, 20)]]
+# ddp=1 computes 3 of the 10 seconds of its backward again. ddp=2: 10 seconds from 0 to 10. Rank 0:
+# F 3, B 4, exposed 2, optimizer 1. Rank 1: F 2, B 5, exposed 1, idle 1, optimizer 1.
+DDP1: Rows = [
+    [("F", -1, 0, 0, 6), ("B", -1, 0, 6, 16), ("R", -1, 0, 6, 9), ("optimizer", -1, -1, 16, 20)]
+]
 DDP2: Rows = [
     [
         ("F", -1, 0, 0, 3), ("B", -1, 0, 3, 7), ("all_reduce", 0, -1, 6, 9),
@@ -59,6 +61,13 @@ def write_epochs(
     return workdir
 
 
+def write_one_and_two(root: Path) -> tuple[Path, Path]:
+    """Results of one process, and of two."""
+    for rank, times in enumerate(RANKS):
+        write_epochs(root / "dp2", f"rank{rank}_results", times, TOKENS / 2, world_size=2)
+    return write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1), root / "dp2"
+
+
 def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
     """A run of train.py, such as ddp2, with its timelines."""
     folder, workers = root / name, int(name[-1])
@@ -73,6 +82,7 @@ def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
         },
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps({**content, **summary}))
+    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
     write_timelines(folder, rows, strategy=name[:-1])
     return folder
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from project import run_data_parallel, run_pipeline, train
+from project import generate, run_data_parallel, run_pipeline, train
 from project.utils import read_pairs
 from tests.ranks import Ranks
 from training.checkpoint import newest
@@ -63,6 +63,11 @@ SAME = 1e-9
 FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
 
 Tamper = Callable[[int, pytest.MonkeyPatch], None]
+
+
+def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the current folder."""
+    patch.chdir(folder)
 
 
 def course_commands(page: str, containing: str = "") -> list[str]:
@@ -155,6 +160,15 @@ def run(
     return printed, error
 
 
+def printed_by_generate(*words: str) -> str:
+    """What generate.py prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("sys.argv", ["generate.py", *words])
+        generate.main()
+    return printed.getvalue()
+
+
 def read_json(path: str | Path) -> Any:
     """JSON as it is defined: without NaN."""
     return json.loads(
@@ -195,6 +209,17 @@ def assert_same_run(workdir: str | Path, other: str | Path) -> None:
     assert found.keys() == expected.keys()
     for name, p in expected.items():
         torch.testing.assert_close(found[name], p, msg=name)
+
+
+@torch.no_grad()
+def large_weights(name: str, p: Tensor) -> None:
+    """So large that what the model writes varies."""
+    if ".ln_" in name:
+        p.fill_(name.endswith("weight"))
+        return
+    p.normal_(0, 0.5, generator=torch.Generator().manual_seed(sum(name.encode())))
+    if "wte" in name:
+        p[2] *= 5  # the end of a sentence: it comes soon in some, and late in others
 
 
 @torch.no_grad()

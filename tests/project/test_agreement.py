@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.programs import KINDS, TINY, VGG, on_rank
+from tests.project.programs import KINDS, TINY, VGG, Tamper, on_rank
 from tests.ranks import Ranks
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.distributed import make_world
@@ -22,57 +22,49 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 LINE = TINY + "--dropout 0 --n_epochs 2 "
 
 
-def one_is_other(
-    rank: int, world_size: int, folder: Path, line: str, what: str
-) -> tuple[str | None, bool]:
-    """How a rank's run ends, with a folder of its own and, on rank 1, something else; and whether
-    it made a step."""
-    made: list[bool] = []
+def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
+    """The weights of rank 1 change in the second epoch."""
     step = Optimizers.step
 
-    def tamper(_: int, patches: pytest.MonkeyPatch) -> None:
-        def noting(self: Optimizers, *args: Any) -> Any:
-            made.append(True)
-            reason = step(self, *args)
-            if what == "drift" and rank == 1 and self.steps == 5:  # in the second epoch
-                with torch.no_grad():
-                    for p in self.optimizers[0].param_groups[0]["params"]:
-                        p.copy_(p.nextafter(p + 1))  # the least change there is
-            return reason
+    def drifting(self: Optimizers, *args: Any) -> Any:
+        reason = step(self, *args)
+        if rank == 1 and self.steps == 5:
+            with torch.no_grad():
+                for p in self.optimizers[0].param_groups[0]["params"]:
+                    p.copy_(p.nextafter(p + 1))  # the least change there is
+        return reason
 
-        patches.setattr(Optimizers, "step", noting)
+    patches.setattr(Optimizers, "step", drifting)
 
-    line += f" --workdir {folder}/host{rank} --world_size {world_size} "
-    if what.startswith("--") and rank:
-        line += what
-    _, error = on_rank(rank, world_size, line, tamper)
-    return error, bool(made)
+
+def one_is_other(
+    rank: int, world_size: int, folder: Path, line: str, other: str, tamper: Tamper | None = None
+) -> str | None:
+    """How a rank's run ends, with a folder of its own and, on rank 1, other options."""
+    line += f" --workdir {folder}/host{rank} --world_size {world_size} {other if rank else ''}"
+    return on_rank(rank, world_size, line, tamper)[1]
 
 
 @pytest.mark.parametrize(
-    ("line", "what", "said", "makes_a_step"),
+    ("line", "parameter"),
     [
-        (
-            f"run_data_parallel {LINE}", "--n_train 19",
-            "not the same on all ranks: --n_train (rank 1 against rank 0), the train data (rank 1 "
-            "against rank 0); every host needs ", False,
-        ),
-        (
-            f"train ddp --n_epochs 2 {VGG}", "drift",
-            "replicas differ in epoch 2: conv1_1.weight (rank 1 against rank 0)", True,
-        ),
-        (  # whose stages have one parameter in common
-            f"train pipeline --balance 1,1 {LINE}", "drift",
-            "replicas differ in epoch 2: transformer.wte.weight (rank 1 against rank 0)", True,
-        ),
+        (f"train ddp --n_epochs 2 {VGG}", "conv1_1.weight"),
+        # whose stages have one parameter in common
+        (f"train pipeline --balance 1,1 {LINE}", "transformer.wte.weight"),
     ],
-)  # fmt: skip
-def test_ranks_that_differ_end_the_run(
-    ranks: Ranks, line: str, what: str, said: str, makes_a_step: bool
-) -> None:
-    for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, what):
+)
+def test_replicas_that_drift_apart_end_the_run(ranks: Ranks, line: str, parameter: str) -> None:
+    said = f"replicas differ in epoch 2: {parameter} (rank 1 against rank 0)"
+    for error in ranks.run(one_is_other, Path.cwd(), line, "", drift):
         assert error is not None and error.startswith(said)
-        assert made_a_step == makes_a_step
+
+
+def test_ranks_that_differ_end_the_run(ranks: Ranks) -> None:
+    against = "(rank 1 against rank 0)"
+    said = f"not the same on all ranks: --n_train {against}, the train data {against}; every host "
+    for error in ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--n_train 19"):
+        assert error is not None and error.startswith(said)
+    assert not Path("host0/options.json").exists()  # before it begins
 
 
 def one_has_a_gpu(rank: int, world_size: int) -> None:
@@ -92,7 +84,7 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
     other = [{"de": "Zwölf Boxkämpfer jagen Viktor.", "en": "Twelve boxers chase Viktor."}] * 9
     get_tokenizer(other, 300, "de", "en", Path("host1"))
     said = ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--timeout 50")
-    assert said == [(None, True)] * 2
+    assert said == [None] * 2
 
 
 def test_what_hosts_may_choose_is_not_compared() -> None:

@@ -17,23 +17,23 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.generate import continuations, main, parse_generate
+from project.generate import continuations, parse_generate
 from project.train import read_texts
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn
 from tests.project.programs import (
+    ROOT,
     SAME,
     TEXT,
     TINY,
     losses,
     names_in,
     parse,
-    read_json,
+    printed_by_generate,
     run,
     summary,
 )
 from tests.ranks import Ranks
 from training.export import export
-from training.files import write_json
 from training.launch.errors import RunError, UserError
 from training.tasks.any_text import END
 from training.trained import load_trained
@@ -42,16 +42,14 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
-def exported(learned: Callable[[str], Learned]) -> Callable[[str], Path]:
+def exported(learned: Learn) -> Callable[[str], Path]:
     """What one process has learned, as a folder for transformers."""
 
     @cache
     def written(what: str) -> Path:
         workdir = learned(what).workdir
         folder = workdir.with_name(f"{what}_exported")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["x", str(workdir), "--export", str(folder)])
-            main()
+        printed_by_generate(str(workdir), "--export", str(folder))
         return folder
 
     return written
@@ -80,7 +78,7 @@ def sequences_of(what: str, line: str, tokenizer: Any) -> list[tuple[list[int], 
 
 @pytest.mark.parametrize("what", ["pairs", "text"])
 def test_transformers_loads_it_and_finds_the_losses_of_the_run(
-    learned: Callable[[str], Learned], exported: Callable[[str], Path], what: str
+    learned: Learn, exported: Callable[[str], Path], what: str
 ) -> None:
     """The validation loss, computed by transformers alone; the tokenizer is the run's."""
     folder, one = exported(what), learned(what)
@@ -102,15 +100,13 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(
 
 
 def test_the_card_has_every_command_that_trained(
-    learned: Callable[[str], Learned], tmp_path: Path
+    learned: Learn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workdir = shutil.copytree(learned("pairs").workdir, tmp_path / "run")
-    options = read_json(workdir / "options.json")
-    options["earlier_commands"] = ["python begun.py"]
-    write_json(workdir / "options.json", options)
-    export(load_trained(str(workdir)), tmp_path / "new")
-    card = (tmp_path / "new" / "README.md").read_text("utf-8")
-    assert f"with `python begun.py`, resumed with `{options['command']}`\n" in card
+    """Which a run keeps: tests/training/test_results.py."""
+    monkeypatch.setattr("training.export.commands_of", lambda _: ["python a.py", "python b.py"])
+    export(load_trained(str(learned("pairs").workdir)), Path("new"))
+    card = Path("new/README.md").read_text("utf-8")
+    assert "with `python a.py`, resumed with `python b.py`\n" in card
 
 
 @pytest.mark.parametrize("page", ["its model card", "README.md"])
@@ -118,8 +114,7 @@ def test_the_snippet_translates_as_generate_py_does(
     pairs: Path, page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
-    root = Path(__file__).resolve().parents[2]
-    text = ((root if page == "README.md" else pairs) / "README.md").read_text("utf-8")
+    text = ((ROOT if page == "README.md" else pairs) / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)
@@ -140,9 +135,7 @@ def test_the_snippet_translates_as_generate_py_does(
     assert model.generation_config.max_length == 24
 
 
-def test_programs_start_from_it(
-    learned: Callable[[str], Learned], pairs: Path, ranks: Ranks
-) -> None:
+def test_programs_start_from_it(learned: Learn, pairs: Path, ranks: Ranks) -> None:
     """And finds the losses of any other."""
     sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
     line = TINY.replace(sizes, f"--model {pairs}")

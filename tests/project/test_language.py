@@ -3,14 +3,12 @@ layout: see test_losses.py. With transformers: see test_export.py.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from project.generate import continuations, parse_generate
 from project.train import read_texts
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn, Learned
 from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture
-def one(learned: Callable[[str], Learned]) -> Learned:
+def one(learned: Learn) -> Learned:
     return learned("text")
 
 

@@ -3,14 +3,13 @@ the functions that the course asks for are those that the programs run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 from data_parallel import dataset
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn, WorldOf
 from tests.project.programs import FLOW, VGG, assert_same_run, losses, run
 from tests.ranks import Ranks
 from training.launch.errors import RunError
@@ -43,11 +42,7 @@ LAYOUTS = [
     ("what", "n", "line"), LAYOUTS, ids=[" ".join(map(str, x)) for x in LAYOUTS]
 )
 def test_a_layout_is_one_process(
-    learned: Callable[[str], Learned],
-    world_of: Callable[[int], Ranks | None],
-    what: str,
-    n: int,
-    line: str,
+    learned: Learn, world_of: WorldOf, what: str, n: int, line: str
 ) -> None:
     one = learned(what)
     assert losses(one.workdir)[-1] < losses(one.workdir)[0]
@@ -83,7 +78,7 @@ USED = [
 
 @pytest.mark.parametrize(("function", "line"), USED, ids=[f"{f} {line}" for f, line in USED])
 def test_a_broken_function_of_the_course_changes_the_run(
-    learned: Callable[[str], Learned], ranks: Ranks, function: str, line: str
+    learned: Learn, ranks: Ranks, function: str, line: str
 ) -> None:
     pairs = learned("pairs")
     one_step = pairs.line.replace("--n_epochs 2 --warmup_steps 2", "--num_batches 1")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planning.table import summary
 from project.plan import main
+from tests.project.conftest import Refusal
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,6 @@ from project.plan import main
         ("calibrate --output /", "it must name a file in an existing folder"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
-        ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
@@ -36,103 +38,99 @@ from project.plan import main
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
     ],
 )  # fmt: skip
-def test_a_mistake_gets_one_sentence(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words.split())
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (2, 1)
-    assert message in error
+def test_a_mistake_gets_one_sentence(words: str, message: str, refusal: Refusal) -> None:
+    assert message in refusal(main, words.split())
 
 
-def run(words: str, capsys: pytest.CaptureFixture[str]) -> object:
-    main([*words.split(), "--json"])
-    return json.loads(capsys.readouterr().out)
+Run = Callable[[str], Any]
 
 
-def test_the_commands_of_the_documentation(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    xl = "--model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512"
-    found: dict[str, object] = run(  # type: ignore[assignment]
-        f"predict {xl} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
-        "--recompute always --zero 1", capsys,
-    )  # fmt: skip
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """What a command says in JSON."""
+
+    def said(words: str) -> Any:
+        main([*words.split(), "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return said
+
+
+XL = "--model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512"
+
+
+def test_the_commands_of_the_documentation(run: Run) -> None:
+    found = run(
+        f"predict {XL} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
+        "--recompute always --zero 1"
+    )
     assert found["fits"] is True
-    assert len(found["memory_of_stages"]) == 2  # type: ignore[arg-type]
-    timed: dict[str, float] = run(  # type: ignore[assignment]
+    assert len(found["memory_of_stages"]) == 2
+    timed = run(
         "simulate --stages 8 --num_microbatches 24 --forward 10 --backward_input 9 "
-        "--backward_weight 6 --transfer 0.3 --schedule zb", capsys,
-    )  # fmt: skip
+        "--backward_weight 6 --transfer 0.3 --schedule zb"
+    )
     assert timed["seconds"] == pytest.approx(24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3)
     assert timed["bubble"] == pytest.approx(1 - 600 / timed["seconds"])
-    chosen: dict[str, object] = run(f"search {xl} --top 2", capsys)  # type: ignore[assignment]
-    assert len(chosen["best"]) == 2  # type: ignore[arg-type]
-    assert str(chosen["command"]).startswith(  # as in docs/faults.md
+    chosen = run(f"search {XL} --top 2")
+    assert len(chosen["best"]) == 2
+    assert chosen["command"].startswith(  # as in docs/faults.md
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
         "FIRST_HOST:29400 --rdzv-id my_run --local-addr THIS_HOST project/train.py fsdp "
     )
+
+
+def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
-    again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
-    assert (again["memory_limit_gb"], again["fits"]) == (10, False)
-    for text, message in (
-        ("like: a100-80gb\nmemory_gbs: fast", "memory_gbs is 'fast', and must be a number above 0"),
-        ("like: a100-80gb\nlink_efficiency: 0", "link_efficiency is 0, and must be a number above"),
-        ("like: a100-80gb\nhost_us: -1", "host_us is -1, and must be a number, 0 or more"),
-        ("like: a100-80gb\ngpus_per_node: 2.5", "gpus_per_node is 2.5, and must be a whole number"),
-        ("like: a100-80gb\ntflops: 312", "tflops is 312, and must be numbers above 0 by precision"),
-        ("like: a100-80gb\ntflops: {fp8: 1}", "numbers above 0 by precision, such as {bf16: 312}"),
-        ("like: 5", "--machine 5: a YAML file, or one of"),
+    found = run(f"predict {XL} --dp 16 --machine {own}")
+    assert (found["memory_limit_gb"], found["fits"]) == (10, False)
+    for figure, message in (
+        ("memory_gbs: fast", "memory_gbs is 'fast', and must be a number above 0"),
+        ("link_efficiency: 0", "link_efficiency is 0, and must be a number above"),
+        ("host_us: -1", "host_us is -1, and must be a number, 0 or more"),
+        ("gpus_per_node: 2.5", "gpus_per_node is 2.5, and must be a whole number"),
+        ("tflops: 312", "tflops is 312, and must be numbers above 0 by precision"),
+        ("tflops: {fp8: 1}", "numbers above 0 by precision, such as {bf16: 312}"),
+        ("loss: chunked", "loss is 'chunked', and must be fused or plain"),
+        ("memori_gb: 10", "memori_gb is no figure of a machine; did you mean memory_gb?"),
         ("1: 2", "1 is no figure of a machine"),
-        ("like: a100-80gb\nloss: chunked", "loss is 'chunked', and must be fused or plain"),
+        ("like: 5", "--machine 5: a YAML file, or one of"),
         (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
-        (
-            "like: a100-80gb\nmemori_gb: 10",
-            "memori_gb is no figure of a machine; did you mean memory_gb?",
-        ),
     ):
-        own.write_text(text, "utf-8")
-        with pytest.raises(SystemExit):
-            run(f"predict {xl} --dp 16 --machine {own}", capsys)
-        assert message in capsys.readouterr().err
+        own.write_text(figure if "like" in figure else f"like: a100-80gb\n{figure}", "utf-8")
+        assert message in refusal(run, f"predict {XL} --dp 16 --machine {own}")
 
 
-def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_compared_row_by_row(
+    run: Run, refusal: Refusal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "runs.csv"
-    head = (
-        "layers,hidden,heads,ffn,gated_mlp,vocab,tied,seq,gpus,gpus_per_node,dp,tp,pp,chunks,"
-        "micro_batch,global_batch,schedule,zero,sequence_parallel,recompute,precision,"
-        "seconds_per_step,memory_gb,fits\n"
-    )
-    one = "24,1024,16,4096,0,51200,1,1024,8,8,{},{},1,1,1,64,1f1b,0,0,full,fp16,{},,{}\n"
-    path.write_text(
-        "# a comment\n" + head + one.format(8, 1, 0.5, 1) + one.format(1, 8, 9, 0), "utf-8"
-    )
-    rows: list[dict[str, object]] = run(f"check {path} --machine a100-80gb", capsys)  # type: ignore[assignment]
+    check = f"check {path} --machine a100-80gb"
+    head = "model,global_batch,gpus,dp,tp,precision,schedule,seconds_per_step,fits\n"
+    one = "gpt2-medium,64,8,8,1,fp16,1f1b,0.5,1\n"
+    path.write_text(f"# a comment\n{head}{one}gpt2-medium,64,8,1,8,fp16,1f1b,9,0\n", "utf-8")
+    rows = run(check)
     assert [row["seconds_per_step"] for row in rows] == [0.5, 9]
     assert [row["fits"] for row in rows] == [True, False]
     assert [row["predicted_fits"] for row in rows] == [True, True]
     errors = summary(rows)
     assert (errors["rows"], errors["pairs_in_order"], errors["regret"]) == (2, 1, 0)
     assert errors["fits_right"] == 0.5
-    zb2p = one.replace("1f1b", "zb-2p").format(8, 1, 0.5, 1)
-    path.write_text((head + one.format(8, 1, 0.5, 1) + 7 * zb2p).replace(",", ";"), "utf-8")
-    mixed: list[dict[str, object]] = run(f"check {path} --machine a100-80gb", capsys)  # type: ignore[assignment]
+    zb2p = one.replace("1f1b", "zb-2p")
+    path.write_text((head + one + 7 * zb2p).replace(",", ";"), "utf-8")
+    mixed = run(check)
     assert [row["predicted_seconds"] is None for row in mixed] == [False, *7 * [True]]
     assert (mixed[1]["seconds_per_step"], summary(mixed)["rows"]) == (0.5, 1)
-    main(["check", str(path), "--machine", "a100-80gb"])
+    main(check.split())
     said = capsys.readouterr().out
     assert re.search("\n7 not predicted.*row 6: [^\n]*'zb-2p'[^\n]*\n\n", said, re.S)
     for text, message in (
-        (head.replace("heads,", "") + "1\n", "the column heads is missing"),
-        (head + one.format(8, 1, "fast", 1), "row 1: seconds_per_step is 'fast', and must be"),
+        ("layers,hidden,seq,global_batch\n1,1,1,1\n", "the column heads is missing"),
+        (head + one.replace("0.5", "fast"), "row 1: seconds_per_step is 'fast', and must be"),
     ):
         path.write_text(text, "utf-8")
-        with pytest.raises(SystemExit):
-            run(f"check {path} --machine a100-80gb", capsys)
-        assert message in capsys.readouterr().err
+        assert message in refusal(run, check)
 
 
 def test_a_user_reads_no_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

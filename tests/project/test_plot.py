@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,20 @@ from project.figures.bars import COLOURS, with_error
 from project.figures.compared import compare_step
 from project.figures.gantt import draw_step
 from project.figures.recorded import Run
-from project.figures.steps import bubbles, in_step, shares, steps_of
+from project.figures.steps import steps_of
 from project.figures.style import plot_training
+from tests.project.conftest import Refusal
 from tests.project.made_up import (
     DDP1,
     DDP2,
     PIPELINE,
-    RANKS,
     SINGLE,
-    TOKENS,
     write_epochs,
+    write_one_and_two,
     write_run,
 )
 from training.launch.errors import UserError
 from training.timeline import Event
-
-
-@pytest.fixture
-def single(tmp_path: Path) -> Path:
-    return write_epochs(tmp_path / "one", "rank0_results", SINGLE, world_size=1)
-
-
-@pytest.fixture
-def multiple(tmp_path: Path) -> Path:
-    for rank, times in enumerate(RANKS):
-        write_epochs(tmp_path / "two", f"rank{rank}_results", times, TOKENS / 2, world_size=2)
-    return tmp_path / "two"
 
 
 @pytest.fixture
@@ -135,9 +124,8 @@ def test_plot_and_plot_results(
     assert error_bars(ax) == [pytest.approx((2 - 2**0.5, 2 + 2**0.5))]  # of a sample: / (n - 1)
 
 
-def test_data_parallel(
-    single: Path, multiple: Path, tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
+def test_data_parallel(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    single, multiple = write_one_and_two(tmp_path)
     names = ["data_parallel_training_time.png", "data_parallel_throughput.png"]
     line = f"data_parallel --single {single} --multiple {multiple} --output {tmp_path}".split()
     paths = plot.draw_figure(plot.parse_plot(line))
@@ -148,9 +136,7 @@ def test_data_parallel(
     assert heights(ax) == [20.0, 10.0, 11.0, 10.0]
     spread = 2**0.5  # of 19 and 21, of 9 and 11, of 10 and 12
     assert error_bars(ax) == [pytest.approx((m - spread, m + spread)) for m in (20, 10, 11)]
-    assert (
-        title(time) == "speed-up of 2 processes over 1 process: 1.82x"
-    )  # 20 s to the slowest's 11
+    assert title(time).endswith("2 processes over 1 process: 1.82x")  # 20 s to the slowest's 11
     assert [text for text in inside(ax) if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
     (ax,) = throughput.axes
     one = (8400 / 19 + 8400 / 21) / 2
@@ -188,7 +174,8 @@ def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert heights(ax) == pytest.approx(rates)
 
 
-def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
+def test_training(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    single, _ = write_one_and_two(tmp_path)
     fig = draw(tmp_path, drawn, "training", str(single))
     assert curves(fig) == [{str(single): values} for values in (
         [4.0, 3.0, 2.0], [4.5, 3.5, 2.5], [0.0, 10.0, 20.0]
@@ -198,14 +185,14 @@ def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> Non
     ]  # fmt: skip
     epochs = [np.asarray(line.get_xdata()).tolist() for ax in fig.axes for line in ax.lines]
     assert epochs == [[1, 2, 3]] * 3
-    assert title(fig).endswith("one: training loss 2.00, validation loss 2.50, BLEU 20.0")
+    assert title(fig).endswith("dp1: training loss 2.00, validation loss 2.50, BLEU 20.0")
     other = write_epochs(tmp_path / "other", "eval_results", [1.0] * 2)
     fig = draw(tmp_path, drawn, "training", str(single), str(other))
     assert curves(fig)[0] == {str(single): [4.0, 3.0, 2.0], str(other): [4.0, 3.0]}
     for path in single.glob("*_epoch*.json"):  # where nothing is a number
         path.write_text('{"training_loss": null, "validation_loss": null}')
     plot_training(tmp_path / "nan.png", [single], "")
-    assert title(drawn["nan.png"]).endswith("one: training loss nan")
+    assert title(drawn["nan.png"]).endswith("dp1: training loss nan")
 
 
 def test_a_schedule_is_printed_and_drawn_from_the_same_table(
@@ -234,10 +221,6 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     assert [line.split()[2:] for line in printed] == cells
     assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 25% idle"
     assert foot(fig).endswith("at most, in micro-batches of a stage: 3, 2, 1")
-    halves = ["backward (input)", "backward (weight)"]
-    assert legend(fig) == ["forward", "backward", *halves, "idle"]
-    rows = [label.get_text() for label in ax.get_yticklabels()]
-    assert rows == [f"stage {r}\n25% idle" for r in range(3)]
 
 
 def test_several_stages_per_rank_have_letters(
@@ -267,17 +250,15 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
     drawn_parts = [box for box in boxes(ax) if box.get_height()]
     found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in drawn_parts]
     assert found == [
-        pytest.approx(box)
-        for box in [
-            (0, 0, 6000), (0, 6000, 10000), (0, 16000, 4000),
-            (1, 0, 2500), (1, 2500, 4500), (1, 7000, 1000), (1, 8000, 1500), (1, 9500, 500),
-        ]
+        (0, 0, 6000), (0, 6000, 3000), (0, 9000, 7000), (0, 16000, 4000),
+        (1, 0, 2500), (1, 2500, 4500), (1, 7000, 1000), (1, 8000, 1500), (1, 9500, 500),
     ]  # fmt: skip
     assert labels(ax) == ["ddp1", "ddp2"]
     assert title(fig) == "ddp2: communication 15% of a step, idle 5%"
-    shares = ["30%", "50%", "20%", "20,000", "25%", "45%", "15%", "10,000"]  # where there is room
-    assert inside(ax) == shares
-    assert legend(fig) == ["forward", "backward", "optimizer", "communication", "idle"]
+    shares = ["30%", "15%", "35%", "20%", "20,000", "25%", "45%", "15%", "10,000"]
+    assert inside(ax) == shares  # where there is room
+    kinds = ["forward", "recompute", "backward", "optimizer", "communication", "idle"]
+    assert legend(fig) == kinds
 
     # 24 examples in 2 + 4 s are 4 per second, with steps of 6 and 3; the ideal is relative to the
     # fewest workers of a strategy; of fsdp2, one step is all there is.
@@ -312,9 +293,7 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_timeline_is_drawn_beside_its_run_and_a_course_figure_into_submit_figures(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_timeline_is_drawn_beside_its_run_and_a_course_figure_into_submit_figures() -> None:
     Path("lr=0.1").mkdir()
     for line, where in (
         ("timeline my_runs/pp", "my_runs/pp"), ("timeline pipeline=2", "submit_figures"),
@@ -322,11 +301,6 @@ def test_a_timeline_is_drawn_beside_its_run_and_a_course_figure_into_submit_figu
         ("timeline my_runs/pp --output here", "here"), ("timeline lr=0.1", "lr=0.1"),
     ):  # fmt: skip
         assert plot.parse_plot(line.split()).output == Path(where)
-    with pytest.raises(SystemExit):
-        plot.parse_plot(["timeline", "--help"])
-    assert "(RUN's own folder; submit_figures for e.g. pipeline=3)" in " ".join(
-        capsys.readouterr().out.split()
-    )
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -346,11 +320,8 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert inside(ideal) == ["0", "1", "0", "1", "0", "1", "0", "0", "1", "1"]
     spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
     assert spans == [
-        pytest.approx(span)
-        for span in [
-            (0, 8), (0, 1), (1, 2), (4, 6), (6, 8),
-            (0, 8), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7),
-        ]
+        (0, 8), (0, 1), (1, 2), (4, 6), (6, 8),
+        (0, 8), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7),
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
     # On the page, colours say how far an action is from its prediction, and edges what it is.
@@ -384,37 +355,15 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert len({b.get_y() for b in strips}) == 2  # all-reduces that overlap
 
 
-def row(*events: tuple[str, float, float], step: int = 0, stage: int = 0) -> list[Event]:
-    return [Event(kind, stage, 0, start, end, step) for kind, start, end in events]
+def test_the_first_step_is_left_out_where_there_are_others() -> None:
+    first, *others = [Event("F", 0, 0, 0.0, 1.0, step) for step in (4, 5, 6)]
+    assert steps_of({"rank 0": [first], "rank 1": [first, *others]}) == [5, 6]
+    assert steps_of({"rank 0": [first]}) == [4]
 
 
-def test_where_the_time_of_a_step_went() -> None:
-    """10 clocks from the first forward to the last backward: sending is idle, and the optimizer
-    does not count. 13 from the first start to the last end."""
-    step = {
-        "a": row(("receive", 9, 10), ("F", 10, 12), ("send", 12, 13), ("B", 17, 20)),
-        "b": row(("F", 12, 14), ("B", 14, 17), ("R", 14, 15), ("optimizer", 20, 22)),
-    }
-    assert bubbles(step) == pytest.approx({"a": 0.5, "b": 0.5})
-    uneven = {"a": row(("F", 0, 1)), "b": row(("F", 1, 4)), "c": row(("all_reduce", 0, 9))}
-    assert bubbles(uneven) == pytest.approx({"a": 0.75, "b": 0.25, "c": 1})
-    assert shares(step) == pytest.approx(
-        {
-            "recompute": 0.5, "forward": 2, "backward": 2.5, "optimizer": 1,
-            "communication": 1, "idle": 6,
-        }
-    )  # fmt: skip
-    # The first step is left out where there are others.
-    workers = {"a": [*row(("F", 0, 9)), *row(("F", 20, 23), step=2)], "b": row(("F", 9, 9), step=3)}
-    assert steps_of(workers) == [2, 3]
-    assert in_step(workers, 2) == {"a": row(("F", 0, 3), step=2), "b": []}
-    assert steps_of({"a": row(("F", 0, 1), step=4)}) == [4]
-
-
-def test_runs_that_are_missing_or_do_not_compare(
-    single: Path, multiple: Path, tmp_path: Path
-) -> None:
+def test_runs_that_are_missing_or_do_not_compare(tmp_path: Path) -> None:
     """One line each, with what is there and what to do."""
+    single, multiple = write_one_and_two(tmp_path)
 
     def check(line: str, said: str) -> None:
         words = line.split()
@@ -425,7 +374,7 @@ def test_runs_that_are_missing_or_do_not_compare(
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
     pair = f"data_parallel --multiple {multiple} --single "
-    check(pair + str(multiple), "two has 2; needed are 1 and 2 or more")
+    check(pair + str(multiple), "dp2 has 2; needed are 1 and 2 or more")
     short = write_epochs(tmp_path / "short", "rank0_results", SINGLE[:1], world_size=1)
     check(pair + str(short), "both need 2 epochs or more")
     (tmp_path / "nothing").mkdir()
@@ -436,8 +385,6 @@ def test_runs_that_are_missing_or_do_not_compare(
     check(pair + str(other), differ)
     (multiple / "rank1_results_epoch2.json").unlink()
     check(pair + str(single), "its ranks have results of different epochs")
-    (multiple / "rank1_results_epoch0.json").write_text("{")
-    check(pair + str(single), "rank1_results_epoch0.json cannot be read")
     one, two = (
         write_epochs(tmp_path / mode, "eval_results", SINGLE, batch_size=size,
                      model_parallel_mode=mode)
@@ -463,22 +410,15 @@ def test_runs_that_are_missing_or_do_not_compare(
     check("timeline /no/such", "/no/such: there is no such folder; name the --workdir")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
         check(f"throughput {name}", "it must be a strategy (single, ddp, fsdp, pipeline, model, ")
-    (folder / "summary.json").write_text("[1]")
+    (folder / "summary.json").write_text("{")
     check("memory ddp=2", "summary.json cannot be read")
 
 
-def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plot.parse_plot(["schedule", "--num_devices", "100000"])
-    assert capsys.readouterr().err.endswith(
-        "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for 2048 "
-        "micro-batches over all stages; --num_devices 4 --num_microbatches 8 works; --help "
-        "explains all\n"
-    )
+def test_a_mistyped_line(refusal: Refusal) -> None:
+    said = "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for "
+    assert said in refusal(plot.parse_plot, ["schedule", "--num_devices", "100000"])
     line = "pipeline --model_parallel a --pipeline_parallel b --output x.png"
-    with pytest.raises(
-        UserError, match=r"--output x.png: pipeline draws two pictures; name a fold"
-    ):
+    with pytest.raises(UserError, match=r"--output x.png: pipeline draws two pictures; name a "):
         plot.draw_figure(plot.parse_plot(line.split()))
 
 
@@ -487,19 +427,15 @@ def overlaps(fig: Figure) -> list[tuple[str, str]]:
     fig.draw_without_rendering()
     written = [text for text in (fig._suptitle, fig._supxlabel) if text]  # type: ignore[attr-defined]
     for ax in fig.axes:
-        written += [*ax.texts, *ax.get_xticklabels(), *ax.get_yticklabels(), ax._left_title]  # type: ignore[attr-defined]
-        written += [ax.xaxis.label]
+        written += [*ax.texts, *ax.get_xticklabels(), *ax.get_yticklabels(), ax.xaxis.label]
+        written += [ax._left_title]  # type: ignore[attr-defined]
         if box := ax.get_legend():
             written += box.get_texts()
     found = [(t.get_text(), t.get_window_extent()) for t in written if t.get_text()]
     page = fig.get_window_extent()
     outside = [(name, "page") for name, b in found if b.x1 > page.x1 or b.x0 < 0 or b.y0 < 0]
-    return outside + [
-        (a, b)
-        for i, (a, first) in enumerate(found)
-        for b, second in found[i + 1 :]
-        if first.overlaps(second)
-    ]
+    pairs = combinations(found, 2)
+    return outside + [(a, b) for (a, first), (b, second) in pairs if first.overlaps(second)]
 
 
 def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import signal
@@ -10,29 +9,20 @@ import threading
 from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
-from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from project.figures.recorded import Run
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import write_pairs
-from tests.project.programs import FLOW, ROOT, TINY, names_in, on_rank, read_json, run
-from tests.ranks import Ranks
+from tests.project.programs import FLOW, ROOT, TINY, names_in, read_json, run
 from tests.warm import Terminal, run_warm
-from training.launch.errors import RunError
-from training.results import Results
 
 PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
 LINE = TINY.replace("--n_train 20 --n_validation 9", "").replace("--n_test 3", "") + (
     "--batch_size 8 --n_epochs 2 --num_workers 2 --timeline 2 --dataset pairs --workdir work"
 )
-TEST_PAIRS = [
-    {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
-    for i in range(7)
-]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +56,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
 ) -> None:
     """Its options with what it chose itself; results of all ranks."""
     work, _ = trained
+    german = (work.with_name("pairs") / "test.de").read_text("utf-8").splitlines()
     places = [(rank, epoch) for rank in range(2) for epoch in range(2)]
     of_epochs = [f"rank{r}_{kind}_epoch{e}.json" for r, e in places for kind in ("gen", "results")]
     others = [
@@ -77,36 +68,20 @@ def test_it_leaves_exactly_the_files_of_this_run(
     assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]
     options = read_json(work / "options.json")
     expected = {"n_layer": 2, "world_size": 2, "strategy": "ddp", "gradient_sync": "overlap"}
-    assert {key: options[key] for key in expected} == expected
+    assert options.items() >= expected.items()
     names = {field.name for field in fields(DataParallelOptions)}
     assert options.keys() == names | {"command"}
     for rank, epoch in places:
         result = read_json(work / f"rank{rank}_results_epoch{epoch}.json")
         assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
         rows = read_json(work / f"rank{rank}_gen_epoch{epoch}.json")
-        assert [row["example"] for row in rows] == TEST_PAIRS  # all, in order
-        bleu = evaluate_bleu(TEST_PAIRS, [row["gen"] for row in rows], "en")["bleu"]
+        pairs = [row["example"] for row in rows]
+        assert [pair["de"] for pair in pairs] == german  # all, in order
+        bleu = evaluate_bleu(pairs, [row["gen"] for row in rows], "en")["bleu"]
         assert bleu == result["bleu"]
         first = read_json(work / f"rank0_results_epoch{epoch}.json")
         for key in ("training_loss", "validation_loss"):  # of all ranks together
             assert result[key] == first[key] < math.log(300)
-
-
-def descriptors_left(rank: int, world_size: int, folder: Path) -> int:
-    """Of a rank whose run has ended by an error."""
-    full = RunError("its disk is full")
-    line = f"run_data_parallel {TINY} --world_size {world_size} --workdir {folder}/{rank}"
-    _, error = on_rank(
-        rank, world_size, line, lambda _, p: p.setattr(Results, "begin", Mock(side_effect=full))
-    )
-    assert error == "its disk is full"
-    gc.collect()
-    return psutil.Process().num_fds()
-
-
-def test_a_run_that_fails_gives_its_shared_memory_back(ranks: Ranks, tmp_path: Path) -> None:
-    _, second, third = (ranks.run(descriptors_left, tmp_path) for _ in range(3))
-    assert second == third
 
 
 LEFT = r"(\d\d:\d\d|\?) left"

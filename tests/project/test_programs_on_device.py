@@ -4,17 +4,13 @@ Without dropout, whose masks a device draws in its own way."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from project import generate
 from tests.device.session import NCCL, Device, ranks
-from tests.project.conftest import Learned
-from tests.project.programs import FLOW, VGG, assert_same_run, run, summary
+from tests.project.conftest import Learn
+from tests.project.programs import FLOW, VGG, assert_same_run, printed_by_generate, run, summary
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -23,7 +19,6 @@ LAYOUTS = [
     (1, f"run_pipeline {FLOW} --schedule zbv"),
     (2, "train fsdp"),  # four ranks, and other axes: tests/device/test_processes.py
 ]
-LINES = ["Der Mann", "Wir sehen zwei Häuser"]
 
 
 def on_device(line: str, n: int, workdir: Path) -> tuple[str | None, str]:
@@ -36,18 +31,9 @@ def on_device(line: str, n: int, workdir: Path) -> tuple[str | None, str]:
     return error, printed
 
 
-def translated(trained: Path, device: str) -> str:
-    printed = io.StringIO()
-    words = [str(trained), *LINES, "--device", device]
-    with redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["generate.py", *words])
-        generate.main()
-    return printed.getvalue()
-
-
 @pytest.mark.parametrize(("n", "line"), LAYOUTS, ids=[line for _, line in LAYOUTS])
 def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
-    device: Device, learned: Callable[[str], Learned], tmp_path: Path, n: int, line: str
+    device: Device, learned: Learn, tmp_path: Path, n: int, line: str
 ) -> None:
     one, workdir = learned("pairs"), tmp_path / "work"
     error, printed = device.run(on_device, f"{line} {one.line}", n, workdir)
@@ -56,13 +42,11 @@ def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
     assert_same_run(workdir, one.workdir)
 
 
-def test_generate_on_a_device_translates_as_on_the_cpu(
-    device: Device, learned: Callable[[str], Learned]
-) -> None:
-    workdir = learned("pairs").workdir
-    found = device.run(translated, workdir, "cuda")
-    assert found.count("\n") == len(LINES)
-    assert found == translated(workdir, "cpu")
+def test_generate_on_a_device_translates_as_on_the_cpu(device: Device, learned: Learn) -> None:
+    words = [str(learned("pairs").workdir), "Der Mann", "Wir sehen zwei Häuser", "--device"]
+    found = device.run(printed_by_generate, *words, "cuda")
+    assert found.count("\n") == 2
+    assert found == printed_by_generate(*words, "cpu")
 
 
 def test_vgg_on_two_devices_is_one_process(device: Device, tmp_path: Path) -> None:

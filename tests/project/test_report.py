@@ -25,8 +25,9 @@ from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.compared import compare, compare_step
 from project.figures.recorded import Run
+from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
-from tests.project.programs import ROOT, TINY, on_rank
+from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
 from training.launch.errors import UserError
 from training.timeline import Event
@@ -40,16 +41,14 @@ def text_of(page: str) -> str:
     return " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
 
 
-def staged(root: Path, name: str = "pipeline2") -> Path:
+def staged(root: Path) -> Path:
     """Two stages under GPipe: F takes 1 s, B 2 s, I and W 1 s each, messages 0.5 and 1 s."""
     about = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2, "loss": [2.0, 1.0, 0.5]}
     worst = {"name": "h.0.bias", "largest": 1e-7, "distance": 3e-7, "rounding": 1e-7}
     checks = {"weights": {"agrees": True, "missing": [], "worst": worst}}
     layout = "layers per stage: 5 | 3 (embedding, halves of blocks, head)"
     more = {"validation_loss": 1.5, "bleu": 7.25, "load": 0.0}
-    folder = write_run(root, name, PIPELINE, layout=layout, checks=checks, **about, **more)
-    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
-    return folder
+    return write_run(root, "pipeline2", PIPELINE, layout=layout, checks=checks, **about, **more)
 
 
 def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
@@ -123,29 +122,22 @@ def course(root: Path, ranks: Ranks) -> Path:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     for line in made.stdout.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.partition("&&")[2] or line)
-        program = Path(words[1]).stem if len(words) > 1 else ""
+        enter, _, command = line.rpartition(" && ")
+        _, path, *words = shlex.split(command)
+        program, folder = Path(path).stem, Path(enter.removeprefix("cd ") or root)
         if program == "report":
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(ROOT)
-                report.main(words[2:])
+                report.main(words)
         if not program.startswith("run_"):
             continue
-        folder = Path(line.split("cd ")[1].split(" &&")[0]) if "&&" in line else root
         folder.mkdir(parents=True, exist_ok=True)
-        both = "--world_size 2" in line
         tiny = f"{TINY} --keep 0 --batch_size 16 --model_max_length 32"
-        command = f"{program} {shlex.join(words[2:])} {tiny} --workdir "
-        command += str(folder if folder != root else words[-1])
-        here = partial(in_folder, folder)
+        command = f"{program} {shlex.join(words)} {tiny} --workdir {folder / words[-1]}"
+        here, both = partial(in_folder, folder), "--world_size 2" in line
         found = ranks.run(on_rank, command, here) if both else [on_rank(0, 1, command, here)]
         assert [error for _, error in found] == [None] * len(found)
     return root
-
-
-def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
-    """Gradients go to the current folder."""
-    patch.chdir(folder)
 
 
 def test_the_page_of_a_course(course: Path) -> None:
@@ -214,23 +206,20 @@ def test_what_a_rank_sends(tmp_path: Path) -> None:
         folder = write_run(
             tmp_path, f"{zero}{precision}2", zero=zero, num_microbatches=4, precision=precision
         )
-        (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
         gradients = 40_000_000 * (2 if zero > 1 else 1)  # bytes of all parameters
         state = formulas.State(2 if zero > 1 and precision == "bf16" else 4, 4, 8)
         sent = formulas.zero_traffic(zero, gradients // 4, 2, state, microbatches=4)
         assert sum(report.Reported(folder).links().values()) == sent
     # Their number was automatic: as many as a recorded step has.
     folder = write_run(tmp_path, "auto2", PIPELINE, zero=3, num_microbatches=None)
-    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
     sent = formulas.zero_traffic(3, 20_000_000, 2, formulas.State(4, 4, 8), microbatches=2)
     assert sum(report.Reported(folder).links().values()) == sent
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit):
-        report.main([str(tmp_path / "empty"), "--template", "none.html"])
-    assert "--template none.html: there is no such file; it may be" in capsys.readouterr().err
+    said = refusal(report.main, [str(tmp_path / "empty"), "--template", "none.html"])
+    assert "--template none.html: there is no such file; it may be" in said
     with pytest.raises(UserError, match=r"empty: it has no summary.json; name the --workdir of"):
         report.main([str(tmp_path / "empty")])
 

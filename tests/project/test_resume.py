@@ -4,7 +4,6 @@ and with the same losses, up to the order of sums, with another one and in anoth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.conftest import Learned
+from tests.project.conftest import Learn, WorldOf
 from tests.project.programs import (
     FLOW,
     TINY,
@@ -27,7 +26,7 @@ from tests.project.programs import (
 )  # fmt: skip
 from tests.ranks import Ranks
 from training.checkpoint import Saver
-from training.launch.errors import UserError, counted
+from training.launch.errors import counted
 from training.loop import seeded
 from training.optimization import Recipe
 from training.results import read_metrics
@@ -70,12 +69,7 @@ def positions(workdir: Path) -> dict[str, float]:
     ("line", "n", "stop_at", "steps"), SAME_LAYOUT, ids=[line for line, *_ in SAME_LAYOUT]
 )
 def test_with_the_same_layout_bit_for_bit(
-    learned: Callable[[str], Learned],
-    world_of: Callable[[int], Ranks | None],
-    line: str,
-    n: int,
-    stop_at: int,
-    steps: int,
+    learned: Learn, world_of: WorldOf, line: str, n: int, stop_at: int, steps: int
 ) -> None:
     """Interrupted in the first epoch, a step after a checkpoint; or in the last, right after it."""
     line = line.format(text=learned("text").line)
@@ -102,7 +96,7 @@ STEPS = [
 
 
 def test_any_program_resumes_what_any_other_has_saved(
-    learned: Callable[[str], Learned], ranks: Ranks, four_ranks: Ranks
+    learned: Learn, ranks: Ranks, four_ranks: Ranks
 ) -> None:
     """Four layouts in turn, dropout on, are one process; so is what they translate."""
     one = learned("dropout")
@@ -132,34 +126,31 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
     assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
     assert taken("train fsdp")[:3] == (4, 9.0, 2)
-    with monkeypatch.context() as patch:
-        for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}.items():
-            patch.setenv(name, value)
+    with monkeypatch.context() as torchrun:
+        torchrun.setenv("TORCHELASTIC_RUN_ID", "none")
+        torchrun.setenv("WORLD_SIZE", "2")
         assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
-    with pytest.raises(UserError, match=r"^--dropout 0.2 with --resume: "):
-        run("train single --resume --dropout 0.2")
 
 
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
-    pipeline, one = (f"--model_parallel_mode {mode}_parallel" for mode in ("pipeline", "model"))
-    for typed in ("", pipeline):
-        args = parse(f"run_pipeline --resume --workdir work {typed}")
-        assert (args.strategy, args.num_devices) == ("pipeline_parallel", 2)
-        assert (args.schedule, args.chunks, args.num_microbatches) == ("interleaved", 2, 3)
-    args = parse("run_pipeline --resume --workdir work --n_chunk 2")
-    assert (args.strategy, args.schedule, args.num_microbatches) == ("pipeline_parallel", "1f1b", 2)
-    args = parse(f"run_pipeline --resume --workdir work {one}")
-    assert (args.strategy, args.schedule, args.num_microbatches) == (
-        "model_parallel", "sequential", 4,
-    )  # fmt: skip
-    args = parse("train pipeline --resume --workdir work")
-    assert (args.schedule, args.chunks, args.num_microbatches) == ("1f1b", 1, None)
+
+    def taken(typed: str) -> tuple[Any, ...]:
+        args = parse(f"{typed} --resume --workdir work")
+        return args.strategy, args.schedule, args.chunks, args.num_microbatches
+
+    mode, as_it_was = "--model_parallel_mode", ("pipeline_parallel", "interleaved", 2, 3)
+    assert taken("run_pipeline") == taken(f"run_pipeline {mode} pipeline_parallel") == as_it_was
+    assert parse("run_pipeline --resume --workdir work").num_devices == 2
+    assert taken("run_pipeline --n_chunk 2") == ("pipeline_parallel", "1f1b", 1, 2)
+    one_by_one = ("model_parallel", "sequential", 1, 4)
+    assert taken(f"run_pipeline {mode} model_parallel") == one_by_one
+    assert taken("train pipeline") == ("pipeline", "1f1b", 1, None)
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:

@@ -46,31 +46,18 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
         assert f"{what}: agree with one process" in printed
         assert summary()["checks"][what]["agrees"]
     assert sorted(line.split()[0] for line in OF_COURSE) == ["ddp", "fsdp", "model", "pipeline"]
-    strategy = line.split()[0]
-    schedule, m = {"pipeline": ("1f1b", 4), "model": ("gpipe", 1)}.get(strategy, (None, None))
-    if "--schedule zb" in line:
-        schedule = "zb"
     if line.startswith("fsdp --precision bf16"):  # half in fp32, and in bf16 what others gather
         whole = sum(p.numel() for p in vgg16(3, width=4).parameters())
         for held in summary()["state_bytes"]["parameters"]:
             assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
-    workers = Run(Path("work")).timeline
-    about = read_json(Path("work/timeline_rank0.json"))["about"]
-    assert (about["strategy"], about["schedule"]) == (strategy, schedule)
-    assert about["num_microbatches"] == m or "--num_microbatches" in line
-    for events in workers.values():
+    for events in Run(Path("work")).timeline.values():
         assert {"F", "optimizer"} < {event.kind for event in events}
         assert max(event.step for event in events) == (7 if "--n_epochs" in line else 4)
 
 
-def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
+def test_the_summary_has_the_bytes_that_figures_show(ranks: Ranks) -> None:
     run(f"train ddp {VGG} --num_batches 2 --timeline 0", ranks)
     found = summary()
-    assert {key: found[key] for key in ("strategy", "world_size", "model", "batch_size")} == {
-        "strategy": "ddp", "world_size": 2, "model": "vgg16", "batch_size": 6,
-    }  # fmt: skip
-    assert len(found["loss"]) == len(found["step_seconds"]) == 2
-    assert found["loss"][0] == pytest.approx(math.log(3), abs=0.3)
     whole = 4 * sum(p.numel() for p in vgg16(3, width=4).parameters())
     kinds = ("parameters", "gradients", "optimizer")  # the latter is sgd's momentum
     assert found["state_bytes"] == {kind: [whole, whole] for kind in kinds}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
-from tests.project.programs import FLOW, TINY, parse, recomputed
+from tests.project.conftest import WorldOf
+from tests.project.programs import FLOW, TINY, large_weights, parse, recomputed
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
@@ -36,19 +35,14 @@ LENGTH = 64
     ("n", "line"),
     [
         (1, f"run_pipeline {FLOW}"), (1, f"run_pipeline {FLOW} --pipeline blocks"),
-        (2, "train pipeline --schedule zbv"), (3, "train fsdp"),
+        (2, "train pipeline --schedule zbv"), (3, "train fsdp --world_size 3"),
     ],
 )  # fmt: skip
-def test_a_layout_translates_as_one_process(
-    world_of: Callable[[int], Ranks | None], n: int, line: str
-) -> None:
+def test_a_layout_translates_as_one_process(world_of: WorldOf, n: int, line: str) -> None:
     """Each part of the data has its own sentences; every rank gets all translations, in order."""
     line = f"{line} {SIZES} --workdir {Path('work').resolve()}"
     world = world_of(n)
-    if world is None:
-        found = [translations(0, 1, line)]
-    else:
-        found = world.run(translations, f"{line} --world_size {n}")
+    found = world.run(translations, line) if world else [translations(0, 1, line)]
     expected, lengths = of_one_process()
     assert found == [expected] * n
     # The examples are to show what can happen.
@@ -79,17 +73,6 @@ def made(line: str, rank: int, world_size: int) -> TranslationTask:
     task = TranslationTask(args, make_world(rank, world_size, rank), read_pairs(args))
     task._initialize = large_weights
     return task
-
-
-@torch.no_grad()
-def large_weights(name: str, p: Tensor) -> None:
-    """So large that what the model writes varies."""
-    if ".ln_" in name:
-        p.fill_(name.endswith("weight"))
-        return
-    p.normal_(0, 0.5, generator=torch.Generator().manual_seed(sum(name.encode())))
-    if "wte" in name:
-        p[2] *= 5  # the end of a sentence: it comes soon in some, and late in others
 
 
 def translations(rank: int, world_size: int, line: str) -> list[str]:
