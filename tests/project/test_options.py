@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from pipeline.schedules.catalogue import SCHEDULES
 from project.parser import shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
@@ -18,7 +20,7 @@ from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
-from training.options import Processes
+from training.options import Processes, ScheduleName
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -172,6 +174,11 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
     assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
     assert re.findall(r"^(\w+) {2}", strategies, re.MULTILINE) == list(PAGES)
+
+
+def test_every_schedule_can_be_typed() -> None:
+    """But the one for a device at a time, which run_pipeline.py chooses."""
+    assert [*get_args(ScheduleName)] == [name for name in SCHEDULES if name != "sequential"]
 
 
 def test_examples_of_help_can_be_typed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,10 @@ def test_training(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     other = write_epochs(tmp_path / "other", "eval_results", [1.0] * 2)
     fig = draw(tmp_path, drawn, "training", str(single), str(other))
     assert curves(fig)[0] == {str(single): [4.0, 3.0, 2.0], str(other): [4.0, 3.0]}
+    last = sorted(single.glob("*_epoch*.json"))[-1]  # which was not scored
+    last.write_text(re.sub(r'"bleu": [\d.]+', '"bleu": null', last.read_text()))
+    fig = draw(tmp_path, drawn, "training", str(single))
+    assert title(fig).endswith("training loss 2.00, validation loss 2.50")
     for path in single.glob("*_epoch*.json"):  # where nothing is a number
         path.write_text('{"training_loss": null, "validation_loss": null}')
     plot_training(tmp_path / "nan.png", [single], "")

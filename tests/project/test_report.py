@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import warnings
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -197,6 +198,9 @@ def test_what_the_planner_predicts(course: Path) -> None:
     error = 100 * (planned.seconds / runs[0].seconds - 1)
     assert f"{1e3 * planned.seconds:.1f} {error:+.0f} %" in text
     assert "predicted by the planner" in text and "the limit is 79.3 GiB" in text
+    poorer = replace(machine("a100-80gb"), tflops={"bf16": 312})
+    with pytest.raises(UserError, match=r"pp on --machine a100-80gb: --precision fp32: "):
+        report.render([report.Reported(course / "pp", poorer)], PAGE / "report.html")
 
 
 def test_what_a_rank_sends(tmp_path: Path) -> None:
