@@ -169,36 +169,31 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
     assert not touched.exists()
 
 
-class Alone:
-    """A layout in which one process holds two parameters, of which only `a` ever has a gradient."""
-
-    def __init__(self, steps: int) -> None:
-        self.module = torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(2)})
-        self.optimizers = [torch.optim.AdamW(self.module.parameters())]
-        for _ in range(steps):
-            self.module["a"].sum().backward()
-            self.optimizers[0].step()
-        self.loaded = Mock()
-
-    def held(self) -> list[torch.Tensor]:
-        return [*self.module.values()]
-
-    def pieces(self, p: torch.Tensor, values: torch.Tensor) -> list[Piece]:
-        (name,) = (name for name, mine in self.module.items() if mine is p)
-        return [whole_piece(name, values)]
+def trained(steps: int) -> Any:
+    """A laid-out model of two parameters, of which only `a` ever has a gradient."""
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    names, optimizer = {a: "a", b: "b"}, torch.optim.AdamW([a, b])
+    for _ in range(steps):
+        a.sum().backward()
+        optimizer.step()
+    return Mock(
+        optimizers=[optimizer],
+        held=lambda: [*names],
+        pieces=lambda p, values: [whole_piece(names[p], values)],
+    )
 
 
 def test_a_parameter_without_gradients_has_no_state_however_often_it_is_saved(
     tmp_path: Path,
 ) -> None:
     """Its step of 0 would become that of a flat buffer that it shares with others."""
-    model: Any = Alone(steps=4)
+    model = trained(steps=4)
     for number in range(3):
         Saver(tmp_path).save(f"step{number}", training_pieces(model), {}, {})
         checkpoint, refused = newest(tmp_path)
         assert checkpoint is not None and refused == []
         assert sorted(name for name in checkpoint.tensors if "step" in name) == ["optimizer.step.a"]
-        model = Alone(steps=0)
+        model = trained(steps=0)
         load_training(Saver(tmp_path), checkpoint, model)
         (state,) = model.optimizers[0].state.values()
         assert state["step"].item() == 4

@@ -25,12 +25,12 @@ WHOLE = (
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever other tests have done to signals, and whoever started the tests."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def _as_in_a_new_process() -> Iterator[None]:
+    """Whatever other tests have done to signals."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     yield

@@ -135,7 +135,6 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
 def test_only_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end(
     hosts: str | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if hosts is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
         monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
