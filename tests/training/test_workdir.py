@@ -7,11 +7,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.project.programs import names_in
-from training.launch.errors import Interrupted, UserError, signals_end
+from training.launch.errors import Interrupted, UserError, handled, signals_end
 from training.options import Options
 from training.workdir import alone_in_workdir
 
@@ -31,11 +32,9 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> Iterator[None]:
     """Whatever other tests have done to signals."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+    default: Any = signal.SIG_DFL
+    with handled((signal.SIGTERM, signal.SIGHUP), default):
+        yield
 
 
 def files() -> list[str]:

@@ -245,17 +245,6 @@ def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
         copied(folder, folder / "test.de")
 
 
-def test_a_copy_of_documents_has_an_end_after_each(tmp_path: Path) -> None:
-    texts = [f"text {i}\nof two lines" for i in range(40)]
-    rows = [json.dumps({"text": text}) + "\n" for text in [*texts, " "]]
-    (tmp_path / "a.jsonl").write_text("".join(rows))
-    found = copied(tmp_path / "a.jsonl", tmp_path / "copies")
-    ended = [text + END for text in texts]
-    assert [*found.documents("train")] == ended[:38]
-    assert [*found.documents("validation")] == ended[38:]
-    assert found.notes[0] == "train: skipped 1 row with an empty text."
-
-
 def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

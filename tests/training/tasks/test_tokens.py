@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from tests.equivalence.problems import Held
 from tests.project.programs import TINY, parse
+from tests.project.test_bad_options import full_disk
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
@@ -152,14 +152,10 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokens", "room"), [(9, 12), (1, 8)], ids=["ids", "index"])
 def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
     """Though a library keeps the last bytes to itself until the end."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file
-    try:
-        with pytest.raises(RunError, match=r"/name: cannot be written .File too large"):
-            one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
-            write_tokens(tmp_path / "name", lambda: [one], np.uint16)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
+    said = r"/name: cannot be written .File too large"
+    with full_disk(room), pytest.raises(RunError, match=said):
+        write_tokens(tmp_path / "name", lambda: [one], np.uint16)
     assert not (tmp_path / "name").exists()
 
 
