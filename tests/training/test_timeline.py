@@ -16,7 +16,6 @@ from project.figures.recorded import Run
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
 from training.launch.distributed import make_world
-from training.launch.errors import UserError
 from training.timeline import Event, Timeline
 
 
@@ -51,14 +50,7 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
 
 
 def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"timeline_rank0\.json is missing"):
-        Run(tmp_path).timeline  # noqa: B018
     record(0, tmp_path)
-    with pytest.raises(UserError, match=r"timeline_rank1\.json is missing"):
-        Run(tmp_path).timeline  # noqa: B018
-    (tmp_path / "timeline_rank1.json").write_text("{")
-    with pytest.raises(UserError, match=r"timeline_rank1\.json cannot be read"):
-        Run(tmp_path).timeline  # noqa: B018
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
     workers = Run(tmp_path).timeline

@@ -55,6 +55,11 @@ def pairs(rows: Rows) -> list[dict[str, str]]:
     return [{"de": de, "en": en} for de, en in rows]
 
 
+def in_splits(*rows: Rows) -> dict[str, list[dict[str, str]]]:
+    """As train, validation and test."""
+    return dict(zip(SPLITS, map(pairs, rows), strict=True))
+
+
 def numbered(first: int, end: int) -> Rows:
     return [(f"Satz {i}", f"sentence {i}") for i in range(first, end)]
 
@@ -123,11 +128,10 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
     rows = [("None", "NA"), ("001", "1.50"), *numbered(2, 40)]
     path.write_bytes(WRITERS[ending](rows))
     few = load(path, train=30, validation=2, test=3).splits
-    assert few == dict(zip(SPLITS, map(pairs, (rows[:30], rows[35:37], rows[37:])), strict=True))
+    assert few == in_splits(rows[:30], rows[35:37], rows[37:])
     texts = load(path, train=30)
     # Validation is a tenth of the 36 that test has left.
-    expected = [rows[:30], rows[32:36], rows[36:40]]
-    assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert texts.splits == in_splits(rows[:30], rows[32:36], rows[36:40])
     assert texts.notes == [
         f"no {split} split: 4 pairs held out from the end of train."
         for split in ("test", "validation")
@@ -147,8 +151,7 @@ def test_files_of_a_folder_are_the_split_that_they_or_their_folders_are_named_af
         (tmp_path / name).write_bytes(to_jsonl(rows))
     (tmp_path / "README.md").write_text("no data")
     texts = load(tmp_path)
-    expected = [numbered(0, 5), numbered(10, 12), numbered(20, 23)]
-    assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert texts.splits == in_splits(numbered(0, 5), numbered(10, 12), numbered(20, 23))
     assert texts.notes == []
 
 
@@ -383,15 +386,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mock]:
 
 
 def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
-    found = {
-        "train": [{"translation": pair} for pair in pairs(numbered(0, 9))],
-        "validation": pairs(numbered(10, 13)), "test": pairs(numbered(20, 22)), "other": [],
-    }  # fmt: skip
+    nested = [{"translation": pair} for pair in pairs(numbered(0, 9))]
+    found = in_splits([], numbered(10, 13), numbered(20, 22)) | {"train": nested, "other": []}
     rows = {split: Dataset.from_list(some) for split, some in found.items()}
     hub(rows, ConnectionError("Couldn't reach\n 'a/b' on the Hub"))
-    expected = [numbered(0, 4), numbered(10, 13), numbered(20, 22)]
     splits = load("somebody/iwslt", train=4).splits
-    assert splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert splits == in_splits(numbered(0, 4), numbered(10, 13), numbered(20, 22))
     assert error_of("a/b") == (
         "--dataset a/b (on the hub): it cannot be read (ConnectionError: Couldn't reach 'a/b' on "
         "the Hub)" + NO_NETWORK
