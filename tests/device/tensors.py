@@ -68,9 +68,6 @@ class DeviceTensor(Tensor):
             "the tensor to host memory first."
         )
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.numpy()
-
     @property
     def data(self) -> Any:
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]

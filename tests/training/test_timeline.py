@@ -20,20 +20,16 @@ from training.timeline import Event, Timeline
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
-    def tick(timeline: Timeline, kind: str) -> None:
-        now = time.perf_counter()
-        timeline(kind, 0, 0, now, now)
-
     timeline = Timeline(num_steps=3)
     nothing = Timeline(make_world(1, 2), num_steps=0)
     seen = []
     for _ in range(2):
         for item in timeline.over(nothing.over("xy")):
-            tick(timeline, item)
+            timeline(item, 0, 0, 0.0, 0.0)
             with nothing.span("F"):
-                tick(nothing, item)
+                nothing(item, 0, 0, 0.0, 0.0)
             seen.append((item, timeline.recording))
-        tick(timeline, "evaluation")
+        timeline("evaluation", 0, 0, 0.0, 0.0)
     assert [(e.kind, e.step) for e in timeline.events()] == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
