@@ -4,7 +4,6 @@ layouts: tests/equivalence."""
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -68,10 +67,6 @@ def floats() -> tuple[Tensor, Tensor]:
     return x.float(), y.float()
 
 
-def bf16(enabled: bool) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if enabled else nullcontext()
-
-
 @pytest.mark.parametrize("forward_in_bf16", [True, False])
 @pytest.mark.parametrize("mode", ["always", "except_last", "sqrt", "layers"])
 def test_stages_have_the_same_bits(mode: str, forward_in_bf16: bool) -> None:
@@ -81,9 +76,9 @@ def test_stages_have_the_same_bits(mode: str, forward_in_bf16: bool) -> None:
         net = layers()
         with Pipe(cut(net, (3, 3)), 2, recompute=recompute) as pipe:
             torch.manual_seed(5)
-            with bf16(forward_in_bf16):
+            with torch.autocast("cpu", torch.bfloat16, forward_in_bf16):
                 loss = square_error(pipe(floats()[0]), floats()[1])
-            with bf16(not forward_in_bf16):
+            with torch.autocast("cpu", torch.bfloat16, not forward_in_bf16):
                 loss.backward(retain_graph=True)
             loss.backward()
         found.append({**take_gradients(net), "loss": loss.detach()})

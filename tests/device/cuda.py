@@ -21,11 +21,6 @@ MOST = 16  # as in guard.cpp
 _keep: list[Any] = []  # libraries of operators, what C++ calls, and the guard
 
 
-def set_number(_: int, number: int) -> None:
-    """On a rank: from now on there are so many devices, and two at least."""
-    _keep[0].set_number(max(2, number))
-
-
 def install(guard: ctypes.CDLL, number: int) -> None:
     """Makes cuda:0 ... cuda:number-1 available in this process."""
     _keep.append(guard)
@@ -44,11 +39,6 @@ def install(guard: ctypes.CDLL, number: int) -> None:
 class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0) -> Any:
         return torch.Stream(torch.device("cuda", index_of(device)), priority=priority)
-
-
-class Event(torch.Event):
-    def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
-        return torch.Event("cuda", enable_timing=enable_timing)
 
 
 class _Stream:
@@ -112,37 +102,27 @@ def _put_cuda(number: Callable[[], int]) -> None:
         "device": _Device, "_DeviceGuard": _Device,
         "synchronize": lambda d=None: torch._C._accelerator_synchronizeDevice(index_of(d)),
         "get_device_properties": lambda d=None: SimpleNamespace(**properties, uuid=index_of(d)),
-        "get_device_name": lambda _=None: properties["name"],
         "get_device_capability": lambda _=None: (9, 0), "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda *_, **__: True,
         # streams
-        "Stream": Stream, "Event": Event,
+        "Stream": Stream,
         "stream": _Stream, "StreamContext": _Stream, "set_stream": _set_stream,
         "current_stream": lambda d=None: torch._C._accelerator_getStream(index_of(d)),
-        "default_stream": lambda d=None: torch.Stream(
-            stream_id=0, device_index=index_of(d), device_type=1
-        ),
         "is_current_stream_capturing": lambda: False,
         # memory
         "empty_cache": nothing, "ipc_collect": nothing, "reset_peak_memory_stats": nothing,
         "max_memory_allocated": lambda _=None: 1, "memory_allocated": lambda _=None: 1,
-        "mem_get_info": lambda _=None: (1 << 33, 1 << 33),
         # random numbers
         "default_generators": generators, "manual_seed_all": seed_all,
         "manual_seed": lambda seed: generator().manual_seed(int(seed)),
         "get_rng_state": lambda d="cuda": generator(d).get_state(),
         "set_rng_state": lambda state, d="cuda": generator(d).set_state(state),
-        "get_rng_state_all": lambda: [each.get_state() for each in generators],
-        "set_rng_state_all": lambda states: [
-            each.set_state(state) for each, state in zip(generators, states, strict=True)
-        ],
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(cuda, name, value)
         if hasattr(cuda.random, name):
             setattr(cuda.random, name, value)
     torch.backends.cuda.is_built = lambda: True
-    cuda.nccl.version = lambda: (2, 27, 0)
     for name in ("max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"):
         setattr(torch.accelerator, name, replaced[name])
 

@@ -51,15 +51,11 @@ _worlds: dict[tuple[int, str], Ranks] = {}
 
 def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """For a function that runs on the device: ranks that have it, too, started once. With another
-    ``backend`` gloo stands for NCCL under its name, and every rank has a device of its own."""
+    ``backend`` gloo stands for NCCL under its name."""
     from tests.ranks import Ranks
-
-    from .cuda import set_number
 
     if (world_size, backend) not in _worlds or _worlds[world_size, backend].broken:
         _worlds[world_size, backend] = Ranks(world_size, backend=backend)
-        if backend == "nccl":
-            _worlds[world_size, backend].run(set_number)
     return _worlds[world_size, backend]
 
 

@@ -68,9 +68,6 @@ class DeviceTensor(Tensor):
             "the tensor to host memory first."
         )
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.numpy()
-
     @property
     def data(self) -> Any:
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
@@ -80,30 +77,11 @@ class DeviceTensor(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.raw, self.at = other.raw, other.at
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = rebuilt(self.raw.detach().clone(), *_rest(self))
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt, (self.raw.detach().clone(), *_rest(self))
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
-
-
-def _rest(tensor: DeviceTensor) -> tuple[int, bool, bool]:
-    return tensor.at, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
-
-
-def rebuilt(raw: Tensor, at: int, requires_grad: bool, is_parameter: bool) -> Tensor:
-    tensor = DeviceTensor(raw, at)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
 
 
 def index_of(device: Any) -> int:
@@ -262,7 +240,4 @@ def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         keep = torch.empty_like(x, dtype=torch.float32).uniform_(generator=generator) >= p
         return x * keep / (1 - p) if p < 1 else torch.zeros_like(x), keep
-    if name in ("rand_like", "randn_like"):
-        out = torch.empty_like(*args, **kwargs)
-        return (out.uniform_ if name == "rand_like" else out.normal_)(generator=generator)
     raise NotImplementedError(f"the device without hardware cannot draw {name}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.device.session import Device, ranks
+from tests.device.session import Device, on_device, ranks
 from tests.project.programs import parse
 from training.launch.distributed import make_world
 
@@ -58,14 +57,8 @@ def test_a_program_that_does_not_end_fails_alone(
     assert "step 41" in capsys.readouterr().out
 
 
-def memory_of_every_stage() -> list[dict[str, int]]:
-    """What rank 0 of two holds of whole replicas, and under ZeRO 1, 2 and 3."""
-    with TemporaryDirectory() as folder:
-        found: list[dict[str, int]] = ranks(2).run(of_every_stage, Path(folder))[0]
-        return found
-
-
-def of_every_stage(rank: int, world_size: int, folder: Path) -> list[dict[str, int]]:
+def memory(rank: int, world_size: int, folder: Path) -> list[dict[str, int]]:
+    """What rank 0 holds of whole replicas, and under ZeRO 1, 2 and 3."""
     import torch
 
     from benchmarks import gpu
@@ -79,8 +72,9 @@ def of_every_stage(rank: int, world_size: int, folder: Path) -> list[dict[str, i
     return found
 
 
-def test_memory_is_measured_of_every_stage(device: Device) -> None:
-    whole, *zeros = device.run(memory_of_every_stage)
+@on_device
+def test_memory_is_measured_of_every_stage(tmp_path: Path) -> None:
+    whole, *zeros = ranks(2).run(memory, tmp_path)[0]
     shares = [{kind: zero[kind] / whole[kind] for kind in whole} for zero in zeros]
     assert all(share["optimizer"] < 0.55 and share["gradients"] < 0.55 for share in shares), shares
     assert [share["parameters"] < 1 for share in shares] == [False, False, True]

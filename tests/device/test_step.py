@@ -190,26 +190,11 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
 
 
-def ddp_by_hand(rank: int, world_size: int, how: Any) -> Counter[str]:
-    """The waits of a step that averages after backward."""
-    world = make_world(rank, world_size, rank, torch.device("cuda", rank))
-    torch.cuda.set_device(rank)
-    task, setup = PROBLEM.task(world, torch.float32), Setup(Options(gradient_sync=how), ADAMW)
-    model = Replicated(task, world, setup)
-    return waits(third_step(model, world, model.average_gradients))
-
-
-@pytest.mark.parametrize("how", ["per_parameter", "flat"])
-@on_device
-def test_a_step_that_averages_by_hand_waits_once(how: str) -> None:
-    assert ranks(2).run(ddp_by_hand, how) == [ONE_WAIT] * 2
-
-
-def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
+def ddp(rank: int, world_size: int, how: Any) -> tuple[Counter[str], int, Counter[str]]:
     """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
     world = make_world(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    setup = Setup(Options(num_microbatches=4, bucket_mb=2**-7), ADAMW)
+    setup = Setup(Options(num_microbatches=4, gradient_sync=how, bucket_mb=2**-7), ADAMW)
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup)
     seen = third_step(model, world, model.average_gradients)
     model.close()
@@ -217,10 +202,16 @@ def ddp(rank: int, world_size: int) -> tuple[Counter[str], int, Counter[str]]:
     return waits(seen), len(seen.kernels), Counter(kernel.operator for kernel in of_buckets)
 
 
+@pytest.mark.parametrize("how", ["per_parameter", "flat"])
+@on_device
+def test_a_step_that_averages_by_hand_waits_once(how: str) -> None:
+    assert [found for found, *_ in ranks(2).run(ddp, how)] == [ONE_WAIT] * 2
+
+
 @on_device
 def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket() -> None:
     plain = plain_step(4)
-    for found, kernels, of_buckets in ranks(2).run(ddp):
+    for found, kernels, of_buckets in ranks(2).run(ddp, "overlap"):
         assert found == ONE_WAIT
         assert kernels <= 1.15 * len(plain.kernels)
         n = of_buckets["_foreach_copy_"]

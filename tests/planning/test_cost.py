@@ -1,4 +1,5 @@
-"""The cost model: what can be counted by hand, and monotone where it must be."""
+"""The cost model: what can be counted by hand, and monotone where it must be. (Measured runs:
+test_table.py.)"""
 
 from __future__ import annotations
 
@@ -11,18 +12,12 @@ import pytest
 from benchmarks import formulas
 from pipeline.schedules.catalogue import SCHEDULES
 from pipeline.schedules.printed import peak_alive
-from planning.cost import PricedStep, blocks_of_stages
+from planning.cost import PricedStep
 from planning.describe import MACHINES, Layout, machine, model_of
 from planning.passes import Group, group
-from planning.table import row_of
 
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
-
-
-def seconds(machine_name: str = "a100-80gb", **layout: object) -> float:
-    given = {"gpus": 8, "dp": 8, "batch_size": 64, "micro_batch": 4} | layout
-    return PricedStep(MODEL, Layout(**given), machine(machine_name)).seconds  # type: ignore[arg-type]
 
 
 def test_every_machine_can_be_read_and_predicts() -> None:
@@ -30,9 +25,10 @@ def test_every_machine_can_be_read_and_predicts() -> None:
     assert names == {
         "a100-40gb", "a100-80gb", "b200", "h100", "h100-megatron", "h200", "t4", "v100"
     }  # fmt: skip
-    slowest_first = sorted(names, key=lambda name: -seconds(name, precision="fp16"))
-    assert slowest_first[:2] == ["t4", "v100"]
-    assert set(slowest_first[-2:]) == {"b200", "h100-megatron"}  # of other software
+    layout = Layout(8, dp=8, batch_size=64, micro_batch=4, precision="fp16")
+    fastest_first = sorted(names, key=lambda x: PricedStep(MODEL, layout, machine(x)).seconds)
+    assert set(fastest_first[:2]) == {"b200", "h100-megatron"}  # of other software
+    assert fastest_first[-2:] == ["v100", "t4"]
 
 
 def test_a_ring_takes_what_the_formula_says() -> None:
@@ -129,16 +125,6 @@ def test_the_first_rank_of_a_v_has_both_ends_of_the_model() -> None:
         assert sent == pytest.approx(gradient, rel=0.1, abs=1e-9)
 
 
-def test_what_costs_more_takes_longer() -> None:
-    assert seconds(recompute="always") > 1.2 * seconds()
-    assert seconds(micro_batch=1) > seconds()  # small kernels wait for the host
-    assert seconds(gpus=16, dp=1, tp=16) > 2 * seconds(gpus=16, dp=8, tp=2)  # tp leaves the node
-    slow = replace(A100, gpus_per_node=1, network_gbs=1.25)
-    apart = Layout(8, dp=8, batch_size=64, micro_batch=4)
-    assert PricedStep(MODEL, apart, slow).parts["exchange"] > 0.1
-    assert sum(blocks_of_stages(MODEL, Layout(4, pp=4), machine("h100"))) == MODEL.layers
-
-
 def test_queries_that_share_keys_and_values_cost_less() -> None:
     shared = model_of("llama-3-8b")
     own = replace(shared, kv_heads=None)
@@ -174,19 +160,6 @@ def test_torch_computes_every_other_product_again() -> None:
     assert never.memory_gb > some.memory_gb > always.memory_gb
     step = PricedStep(model, replace(layout, recompute="selective"), machine("h100"))
     assert step.whole == 2 * 8192 * 2 * 7.75 * 4096
-
-
-def test_torch_does_not_compute_the_last_product_again() -> None:
-    """Recomputation ends with what backward needs: the MLP's second product is a third of a
-    block's, whose forward is then repeated but for that."""
-    for zero, part in ((1, 1), (3, 2 / 3)):
-        layout = Layout(8, dp=8, batch_size=64, micro_batch=8, zero=zero)
-        again, never = (
-            PricedStep(MODEL, replace(layout, recompute=word), A100).block
-            for word in ("always", "never")
-        )
-        repeated = again[1].products - never[1].products
-        assert repeated == pytest.approx(part * never[0].products, rel=0.02)
 
 
 def test_the_embedding_and_the_head_are_summed_over_the_parts_too() -> None:
@@ -293,12 +266,8 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         assert 0.2 * simulated < step.least_seconds <= simulated * (1 + 1e-9), layout
 
 
-def test_attention_is_that_of_the_software() -> None:
-    """Of a table's rows, ZeRO-3 is torch's, whose attention is fused. Megatron-LM's softmax falls
-    apart where heads x sequences of a GPU are no multiple of 4."""
-    row = {"model": "gpt2", "gpus": "8", "global_batch": "8"}
-    found = [row_of(row | {"zero": zero}, A100)[2].attention for zero in "13"]
-    assert found == ["unfused", "flash"]
+def test_megatrons_softmax_takes_four_matrices_at_a_time() -> None:
+    """It falls apart where heads x sequences of a GPU are no multiple of 4."""
     hosts = [
         PricedStep(MODEL, Layout(8, tp=8, micro_batch=b, batch_size=8), A100).block[0].host
         for b in (1, 2)

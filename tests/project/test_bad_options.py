@@ -117,6 +117,7 @@ train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_step
 dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_steps 0 to 9 works
 # languages
 dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
+dp --tgt de => two languages are needed, as --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works

@@ -28,14 +28,11 @@ def describe(world: World, folder: Path, *_: object) -> None:
     total = torch.tensor([world.rank + 1])
     dist.all_reduce(total)
     process = psutil.Process()
-    listening = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
-    device = str(world.device)
     known = {
-        "place": [world.rank, world.world_size, world.local_rank, device, world.is_main],
+        "place": [world.rank, world.world_size, world.local_rank, str(world.device), world.is_main],
         "sum": total.item(),
         "cores": process.cpu_affinity(),
         "threads": torch.get_num_threads(),
-        "listening": listening,
         "ips": [c.laddr.ip for c in process.net_connections()],
         "returned": [returned(process, size << 20) for size in (16, 48)],
     }

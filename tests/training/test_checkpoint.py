@@ -169,36 +169,31 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
     assert not touched.exists()
 
 
-class Alone:
-    """A layout in which one process holds two parameters, of which only `a` ever has a gradient."""
-
-    def __init__(self, steps: int) -> None:
-        self.module = torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(2)})
-        self.optimizers = [torch.optim.AdamW(self.module.parameters())]
-        for _ in range(steps):
-            self.module["a"].sum().backward()
-            self.optimizers[0].step()
-        self.loaded = Mock()
-
-    def held(self) -> list[torch.Tensor]:
-        return [*self.module.values()]
-
-    def pieces(self, p: torch.Tensor, values: torch.Tensor) -> list[Piece]:
-        (name,) = (name for name, mine in self.module.items() if mine is p)
-        return [whole_piece(name, values)]
+def trained(steps: int) -> Any:
+    """A laid-out model of two parameters, of which only `a` ever has a gradient."""
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    names, optimizer = {a: "a", b: "b"}, torch.optim.AdamW([a, b])
+    for _ in range(steps):
+        a.sum().backward()
+        optimizer.step()
+    return Mock(
+        optimizers=[optimizer],
+        held=lambda: [*names],
+        pieces=lambda p, values: [whole_piece(names[p], values)],
+    )
 
 
 def test_a_parameter_without_gradients_has_no_state_however_often_it_is_saved(
     tmp_path: Path,
 ) -> None:
     """Its step of 0 would become that of a flat buffer that it shares with others."""
-    model: Any = Alone(steps=4)
+    model = trained(steps=4)
     for number in range(3):
         Saver(tmp_path).save(f"step{number}", training_pieces(model), {}, {})
         checkpoint, refused = newest(tmp_path)
         assert checkpoint is not None and refused == []
         assert sorted(name for name in checkpoint.tensors if "step" in name) == ["optimizer.step.a"]
-        model = Alone(steps=0)
+        model = trained(steps=0)
         load_training(Saver(tmp_path), checkpoint, model)
         (state,) = model.optimizers[0].state.values()
         assert state["step"].item() == 4
@@ -284,13 +279,11 @@ def save_rows(
     return f"{name} {found.tolist()}"
 
 
-def saver_of(
-    rank: int, world_size: int, folder: Path, common: bool = True, background: bool = False
-) -> Saver:
+def saver_of(rank: int, size: int, folder: Path, common: bool, background: bool = False) -> Saver:
     """With a folder in common, or one of its own, as on a host of its own."""
     mine = folder if common else folder / f"host{rank}"
     clean(mine)  # what an earlier run has left; before all ranks meet, as in `Saving`
-    return Saver(mine, make_world(rank, world_size), timeout=30, background=background)
+    return Saver(mine, make_world(rank, size), timeout=30, background=background)
 
 
 def of_main(saver: Saver, name: str) -> Checkpoint:
@@ -316,10 +309,10 @@ def test_ranks_write_together_or_not_at_all(
 
 
 TENSORS = {
-    "matrix": torch.arange(35.0, dtype=torch.float64).view(5, 7),
-    "cube": torch.arange(24.0).view(2, 3, 4),
-    "vector": torch.arange(3.0).bfloat16(),
     "number": torch.tensor(4.0),
+    "vector": torch.arange(3.0).bfloat16(),
+    "cube": torch.arange(24.0).view(2, 3, 4),
+    "matrix": torch.arange(35.0, dtype=torch.float64).view(5, 7),
 }
 
 
@@ -357,11 +350,17 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
 def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_does_the_library(
     ranks: Ranks, tmp_path: Path
 ) -> None:
+    """Of what all ranks hold each writes a part, the largest first."""
     assert ranks.run(reshard, tmp_path) == [[], []]
     for name in ("000001-a", "000002-a"):
         state = {n: torch.zeros_like(t) for n, t in TENSORS.items()}
-        load(state, storage_reader=FileSystemReader(tmp_path / "host0" / name), no_dist=True)
+        reader = FileSystemReader(tmp_path / "host0" / name)
+        load(state, storage_reader=reader, no_dist=True)
         assert all(torch.equal(state[n], t) for n, t in TENSORS.items())
+    stored = reader.read_metadata().storage_data.items()
+    writer = {index.fqn: info.relative_path for index, info in stored}
+    others = dict.fromkeys(("cube", "vector", "number"), "__1_0.distcp")
+    assert writer == {"matrix": SHARD, **others}
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -377,17 +376,3 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (found.folder / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
         saver.load(found, [whole_piece("x", torch.zeros(4, 3))])
-
-
-def save_alike(rank: int, world_size: int, folder: Path) -> None:
-    held = [
-        whole_piece(name, torch.zeros(n)) for name, n in (("a", 5), ("b", 9), ("c", 4), ("d", 5))
-    ]
-    saver_of(rank, world_size, folder).save("a", held, {}, {})
-
-
-def test_ranks_share_the_writing_of_what_all_hold(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(save_alike, tmp_path)
-    stored = FileSystemReader(tmp_path / "000001-a").read_metadata().storage_data
-    where = {index.fqn: info.relative_path for index, info in stored.items()}
-    assert where == {"b": "__0_0.distcp", "c": "__0_0.distcp"} | dict.fromkeys("ad", "__1_0.distcp")

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import re
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,13 +160,9 @@ def test_output_that_nobody_reads_any_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after `| head` has ended: a line of a run, nothing of another program, no traceback."""
-
-    def written() -> None:  # by Python itself, at its end
-        sys.stdout.write("a row")
-
     for write, said in (
         (lambda: show("a row"), ".* standard output: its reader has ended, .*\n"),
-        (written, ""),
+        (partial(print, "a row"), ""),  # written by Python itself, at its end
     ):
         reader, writer = os.pipe()
         os.close(reader)

@@ -16,25 +16,20 @@ from project.figures.recorded import Run
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
 from training.launch.distributed import make_world
-from training.launch.errors import UserError
 from training.timeline import Event, Timeline
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
-    def tick(timeline: Timeline, kind: str) -> None:
-        now = time.perf_counter()
-        timeline(kind, 0, 0, now, now)
-
     timeline = Timeline(num_steps=3)
     nothing = Timeline(make_world(1, 2), num_steps=0)
     seen = []
     for _ in range(2):
         for item in timeline.over(nothing.over("xy")):
-            tick(timeline, item)
+            timeline(item, 0, 0, 0.0, 0.0)
             with nothing.span("F"):
-                tick(nothing, item)
+                nothing(item, 0, 0, 0.0, 0.0)
             seen.append((item, timeline.recording))
-        tick(timeline, "evaluation")
+        timeline("evaluation", 0, 0, 0.0, 0.0)
     assert [(e.kind, e.step) for e in timeline.events()] == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
@@ -51,14 +46,7 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
 
 
 def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"timeline_rank0\.json is missing"):
-        Run(tmp_path).timeline  # noqa: B018
     record(0, tmp_path)
-    with pytest.raises(UserError, match=r"timeline_rank1\.json is missing"):
-        Run(tmp_path).timeline  # noqa: B018
-    (tmp_path / "timeline_rank1.json").write_text("{")
-    with pytest.raises(UserError, match=r"timeline_rank1\.json cannot be read"):
-        Run(tmp_path).timeline  # noqa: B018
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
     workers = Run(tmp_path).timeline

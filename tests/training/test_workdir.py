@@ -7,11 +7,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.project.programs import names_in
-from training.launch.errors import Interrupted, UserError, signals_end
+from training.launch.errors import Interrupted, UserError, handled, signals_end
 from training.options import Options
 from training.workdir import alone_in_workdir
 
@@ -25,17 +26,15 @@ WHOLE = (
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever other tests have done to signals, and whoever started the tests."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+def _as_in_a_new_process() -> Iterator[None]:
+    """Whatever other tests have done to signals."""
+    default: Any = signal.SIG_DFL
+    with handled((signal.SIGTERM, signal.SIGHUP), default):
+        yield
 
 
 def files() -> list[str]:

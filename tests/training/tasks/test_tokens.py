@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.equivalence.problems import Held
+from tests.equivalence.problems import POSITIONS, Held, Sentences
 from tests.project.programs import TINY, parse
+from tests.project.test_bad_options import full_disk
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.options import Options
 from training.tasks.any_text import pieces
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
@@ -152,14 +151,10 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokens", "room"), [(9, 12), (1, 8)], ids=["ids", "index"])
 def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
     """Though a library keeps the last bytes to itself until the end."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file
-    try:
-        with pytest.raises(RunError, match=r"/name: cannot be written .File too large"):
-            one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
-            write_tokens(tmp_path / "name", lambda: [one], np.uint16)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
+    said = r"/name: cannot be written .File too large"
+    with full_disk(room), pytest.raises(RunError, match=said):
+        write_tokens(tmp_path / "name", lambda: [one], np.uint16)
     assert not (tmp_path / "name").exists()
 
 
@@ -249,18 +244,11 @@ def test_lists_are_tokenized_in_order_and_a_few_ahead(tokenizer: Any) -> None:
 # Steps
 
 
-class Numbered(TranslationTask):
+def numbered(n: int, batch_size: int) -> Any:
     """Example i begins with token i; lengths go from 3 to 7, of which 1 to 5 are the target's."""
-
-    def __init__(self, n: int, batch_size: int, padding: Any = "longest") -> None:
-        self.tokenizer: Any = SimpleNamespace(pad_token="", convert_tokens_to_ids=lambda _: 0)
-        self.args = Options(
-            batch_size=batch_size, seed=5, src="", tgt="", model_max_length=10, padding=padding
-        )
-        self.device = torch.device("cpu")
-        examples = Held(Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n))
-        self.examples: Any = {"train": examples}
-        self.length = 10 if padding == "max_length" else None
+    task: Any = Sentences(n, batch_size).task(World(), torch.float32)
+    task.examples = {"train": Held(Encoded([i, 9] + [8] * (1 + i % 5), 2) for i in range(n))}
+    return task
 
 
 def numbers(step: Step) -> list[list[int]]:
@@ -275,7 +263,7 @@ def test_the_ranks_parts_are_a_global_batch_that_the_seed_and_its_number_fix(
 ) -> None:
     """Each example once per epoch, in another order in the next; one can start later. Of the 41
     the last is rank 0's."""
-    task = Numbered(n, 8)
+    task = numbered(n, 8)
     alone = [[sorted(numbers(s)[0]) for s in task.steps(e, 0, 1, 1)] for e in (0, 1)]
     assert [sorted(i for batch in epoch for i in batch) for epoch in alone] == [list(range(n))] * 2
     assert alone[0] != alone[1]
@@ -293,24 +281,26 @@ def test_the_ranks_parts_are_a_global_batch_that_the_seed_and_its_number_fix(
             assert sum(s.tokens for s in of_ranks) == sum(len(e.ids) - 1 for e in examples)
 
 
-def test_micro_batches_and_ranks_have_like_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_and_ranks_have_like_lengths() -> None:
     """Micro-batches on a CPU: of ten examples with 2, 2, 3, 3, 4, 4, 5, 5, 6, 6 inputs."""
     for most, lengths in (
         (1, [[2], [2], [3], [3], [4], [4], [5], [5], [6], [6]]),
         (17, [[2, 2, 3, 3], [4, 4, 5], [5, 6], [6]]),
     ):
-        monkeypatch.setattr(Numbered, "cpu_positions", most)
-        task = Numbered(10, 10)
+        task = numbered(10, 10)
+        task.cpu_positions = most
         (step,) = task.steps(0, 0, 1, None)
         found = [[len(task.examples["train"][i].ids) - 1 for i in part] for part in numbers(step)]
         assert found == lengths
         assert step.positions == sum(len(part) * part[-1] for part in lengths)
-    task = Numbered(20, 20)
+    task = numbered(20, 20)
     ranks = [next(task.steps(0, rank, 2, 1)) for rank in range(2)]
     found = [[len(task.examples["train"][i].ids) - 1 for i in numbers(s)[0]] for s in ranks]
     assert found == [[2, 2, 3, 3, 4, 4, 5, 5, 6, 6]] * 2
-    (step,) = Numbered(3, 4, "max_length").steps(0, 0, 1, None)
-    assert (step.positions, step.tokens) == (3 * 10, 2 + 3 + 4)
+    task = numbered(3, 4)
+    task.args, task.length = replace(task.args, padding="max_length"), POSITIONS
+    (step,) = task.steps(0, 0, 1, None)
+    assert (step.positions, step.tokens) == (3 * POSITIONS, 2 + 3 + 4)
 
 
 def test_a_source_that_fills_the_length_leaves_nothing_to_learn(tmp_path: Path) -> None:
