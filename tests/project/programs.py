@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import resource
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -238,3 +239,14 @@ def recomputed(model: Any, prompt: list[int], num_tokens: int, stop: int, length
 def names_in(folder: str | Path) -> list[str]:
     """In their order."""
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may become larger: who writes more, Python or Rust, is told so by the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

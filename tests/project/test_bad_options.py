@@ -4,7 +4,6 @@ anything starts."""
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from project.utils import read_pairs, run_program
 from tests.project.conftest import write_pairs
-from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
+from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, full_disk, names_in, parse, run
 from training.launch.errors import UserError, counted
 from training.options import Options
 from training.resume import DECIDE, find_resume
@@ -164,13 +163,8 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_full_disk(capfd: pytest.CaptureFixture[str]) -> None:
-    """No file may become larger: who writes more, Python or Rust, is told so by the system."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
+    with full_disk(room=10_000):
         found = ended(f"{DP} --workdir there", capfd)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = "--workdir there: nothing can be written to there (File too large); make room there, or "
     assert found == (2, said + "name a folder of your own, as --workdir workdir\n")
 

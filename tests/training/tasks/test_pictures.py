@@ -27,10 +27,10 @@ def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
 
 
 def test_builtin_sets() -> None:
-    sets = load_pictures("builtin", 30, 20, seed=1)
+    sets = load_pictures("builtin", 30, 20)
     assert (len(sets.train), len(sets.test), sets.classes) == (30, 20, CLASSES)
     assert not torch.equal(sets.train.images[:20], sets.test.images)
-    longer = load_pictures("builtin", 40, 20, seed=1)
+    longer = load_pictures("builtin", 40, 20)
     assert longer.fingerprints()["test"] == sets.fingerprints()["test"]
     assert longer.fingerprints()["train"] != sets.fingerprints()["train"]
 
@@ -51,7 +51,7 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         pixels[20:] += 1  # below the middle
         picture = image.fromarray(pixels)
         picture.save(tmp_path / "pictures" / split / name / f"{i}.png")
-    sets = load_pictures(str(tmp_path / "pictures"), None, 3, 0)
+    sets = load_pictures(str(tmp_path / "pictures"), None, 3)
     assert sets.classes == ("cat", "dog")
     assert (len(sets.train), len(sets.test)) == (4, 3)
     for picture, label in zip(sets.train.images, sets.train.labels, strict=True):
@@ -62,7 +62,7 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "empty").mkdir()
     for name in ("none", "empty"):
         with pytest.raises(UserError, match=f"/{name}: it cannot be read .*Error: .*data"):
-            load_pictures(f"{tmp_path}/{name}", None, None, 0)
+            load_pictures(f"{tmp_path}/{name}", None, None)
 
 
 def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "training.tasks.pictures.load_splits", lambda _: {"train": split, "test": split}
     )
-    sets = load_pictures("pets", 2, None, seed=0)
+    sets = load_pictures("pets", 2, None)
     assert sets.classes == ("cat", "dog")
     assert sets.train.labels.tolist() == [1, 0] and sets.test.labels.tolist() == [1, 0, 1]
     assert sets.train.images[0].unique().tolist() == [77]
@@ -86,4 +86,4 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr("training.tasks.pictures.load_splits", lambda _, found=wrong: found)
         with pytest.raises(UserError, match=word):
-            load_pictures("pets", None, None, seed=0)
+            load_pictures("pets", None, None)

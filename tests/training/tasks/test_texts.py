@@ -365,7 +365,7 @@ def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "a.txt").write_text("text")
-    for read in (load, lambda folder: load_pictures(folder, None, None, 0)):
+    for read in (load, lambda folder: load_pictures(folder, None, None)):
         with pytest.raises(UserError, match=f"{inner}: .*PermissionError: .* denied: 'this'.*{NO}"):
             read(str(inner))
 

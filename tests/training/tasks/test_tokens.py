@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from tests.equivalence.problems import POSITIONS, Held, Sentences
-from tests.project.programs import TINY, parse
-from tests.project.test_bad_options import full_disk
+from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.tasks.any_text import pieces
