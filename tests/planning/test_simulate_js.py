@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.schedules.catalogue import SCHEDULES, find
-from pipeline.schedules.schedule import Kind, Schedule
+from pipeline.schedules.schedule import Action, Kind, Schedule, ended_with, gpipe
 from planning.simulate import Simulator, Work
 
 SCRIPT = Path(__file__).resolve().parents[2] / "project" / "page" / "simulate.js"
@@ -34,10 +34,30 @@ process.stdout.write(JSON.stringify(found));
 """
 
 
+def shuffled(draw: random.Random) -> Schedule:
+    """Some legal order of actions that has no name, with stages dealt to ranks at random: the
+    order in which a machine with random speeds would do them."""
+    n, m, ranks = draw.randint(2, 5), draw.randint(1, 6), draw.randint(1, 3)
+    seconds = {a: draw.random() for row in gpipe(n, m) for a in row}
+    rank_of = [*range(ranks), *(draw.randrange(ranks) for _ in range(n - ranks))]
+    draw.shuffle(rank_of)
+    rank_of = [sorted(set(rank_of[:n])).index(r) for r in rank_of[:n]]
+    rows: Schedule = [[] for _ in range(max(rank_of) + 1)]
+    timed = [t for row in Simulator(gpipe(n, m)).run(Work(seconds.__getitem__)).rows for t in row]
+    for action, *_ in sorted(timed, key=lambda t: (t.start, t.end)):
+        split = action.kind is Kind.BACKWARD and draw.random() < 0.5
+        halves = ended_with(action)[1:] if split else [action]
+        rows[rank_of[action.stage]] += halves
+    return rows
+
+
 def schedule_of(draw: random.Random) -> Schedule:
-    """One that the page has, of random size."""
+    """A named schedule of random size, with or without early gradients, or one without a name."""
+    if draw.random() < 0.4:
+        return shuffled(draw)
     name, n = draw.choice([*SCHEDULES]), draw.randint(1, 6)
-    return find(name)(n, n * draw.randint(1, 3) if name == "interleaved" else draw.randint(1, 14))
+    m = n * draw.randint(1, 3) if name == "interleaved" else draw.randint(1, 14)
+    return (find(name) if draw.random() < 0.5 else SCHEDULES[name])(n, m)
 
 
 def work_of(draw: random.Random, stages: int) -> dict[str, Any]:
@@ -89,7 +109,20 @@ def test_javascript_simulates_like_python() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert len(found) == 200
     for (schedule, work), (rows, updated, *rest) in zip(cases, found, strict=True):
         expected, numbers = in_python(schedule, work)
         assert rows == expected
         assert [*updated, *rest] == pytest.approx(numbers, abs=1e-12)
+
+
+def test_javascript_sees_a_deadlock() -> None:
+    """As Python does: B before F on one rank."""
+    if (node := shutil.which("node")) is None:
+        pytest.skip("there is no node")
+    row = [Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]
+    with pytest.raises(ValueError, match="deadlock"):
+        Simulator([row])
+    script = f"require({str(SCRIPT)!r}).simulate({json.dumps([row])}, {{}})"
+    done = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode and "Error: deadlock" in done.stderr
