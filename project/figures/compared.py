@@ -3,8 +3,8 @@
 The prediction takes the seconds of every action from the planner, or else from the run itself: the
 median of each kind and stage. So a difference is either the planner's error, or what one step, or
 one replica, had more than others. The gaps between a worker's actions are explained by the gaps
-of the prediction. The rest is, at the end of a step, the wait for ranks that
-took longer than predicted, and otherwise `other`: the machine, other programs, uneven batches.
+of the prediction. The rest is, at the end of a step, the wait for ranks that took longer than
+predicted, and otherwise `other`: the machine, other programs, uneven batches.
 
 The ideal is the same schedule without messages, each action as long as the mean of its kind. Its
 idle time is the schedule's own; any more comes from the cut, the batches and the machine.
