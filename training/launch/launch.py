@@ -36,6 +36,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -72,6 +73,7 @@ from .memory import keep_freed_memory
 from .world import LastAction, World, choose_device, quiet_libraries
 
 STARTER = "the process that starts the ranks"
+SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, has seen who ended before this rank
 
 
 def libraries(args: Options) -> list[str]:
@@ -255,12 +257,14 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
         raise
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
+        ignore([signal.SIGTERM])  # torchrun ends this rank, too
         everyone: list[LastAction] = []
         if store is not None and world_size > local_size:
-            ignore([signal.SIGTERM])  # torchrun ends this rank, too
             waits = last[local_rank].name.decode() in WAITS
             everyone = of_all_machines(store, last, rank - local_rank, world_size, waits)
-        leave(table(last, rank - local_rank, everyone), 1)
+        say(table(last, rank - local_rank, everyone))
+        time.sleep(SEEN)
+        leave("", 1)
 
 
 def _run_rank(
