@@ -206,8 +206,8 @@ class SharedExchange(Exchange):
         return finish
 
     def compare(self, backwards: int) -> None:
-        """A barrier, too: nobody reads my shards before it that I write after it. 0: without an
-        update."""
+        """Also a barrier. Before an update (0): all ranks have read my old shards. After it: all
+        have written their new ones."""
         self._announce(-backwards)()
 
     def _comparison(self, what: int) -> Callable[[], bool]:

@@ -25,9 +25,9 @@ RESTARTED = [
 
 
 def test_three_runs_at_once(tmp_path: Path) -> None:
-    """They do not meet, and leave nothing. Ctrl-C, which reaches every
-    process of its terminal, ends one while its ranks import their libraries, and prints nothing.
-    Of another the parent is killed, of the third a rank."""
+    """They do not meet, and leave nothing. Ctrl-C, which reaches every process of its terminal,
+    ends one while its ranks import their libraries, and prints nothing. Of another the parent is
+    killed, of the third a rank."""
     with ExitStack() as stack:
         runs = []
         for folder in (tmp_path / name for name in "abc"):

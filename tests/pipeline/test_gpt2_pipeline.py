@@ -74,6 +74,7 @@ def test_every_mode_computes_what_the_plain_model_computes(
     parallel.load_state_dict(plain.state_dict())
     mask = torch.ones(6, 7, dtype=torch.long)
     mask[1, 5:] = 0
+    check(plain, parallel)
     parallel.parallelize(device_map)
     pipe = parallel.transformer.h_pp
     assert isinstance(pipe, Pipe)

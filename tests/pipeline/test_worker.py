@@ -1,30 +1,52 @@
-"""Workers: one thread per device, on its own cores. (On which streams: test_pipe_on_device.py; what
-they raise: test_pipe_errors.py.)"""
+"""Workers: one thread per device, on its own cores, that answers whatever happens. (On which
+streams: test_pipe_on_device.py.)"""
 
 from __future__ import annotations
 
 import os
 import threading
+from functools import partial
+from traceback import extract_tb
 
 import torch
 
 from pipeline.pipe import Pipe
+from pipeline.worker import Task, create_workers
 from runtime.cores import core_slice
-from tests.pipeline.pipeline_models import cut, tower
+from tests.pipeline.pipeline_models import CPU, cut, tower
+
+
+def test_a_task_is_answered_whatever_it_raises() -> None:
+    def fail(kind: type[BaseException]) -> None:
+        raise kind("on purpose")
+
+    in_queues, out_queues = create_workers([torch.device(name) for name in CPU])
+    for kind in (ValueError, SystemExit, KeyboardInterrupt):
+        in_queues[1].put(Task(partial(fail, kind)))
+        ok, (found, error, traceback) = out_queues[1].get(timeout=30)
+        assert (ok, found, str(error)) == (False, kind, "on purpose")
+        assert extract_tb(traceback)[-1].name == "fail"
+    task = Task(lambda: threading.current_thread().name)
+    in_queues[1].put(task)
+    assert out_queues[1].get(timeout=30) == (True, (task, "pipe-cpu:1"))
+    for in_queue, out_queue in zip(in_queues, out_queues, strict=True):
+        in_queue.put(None)
+        assert out_queue.get(timeout=30) == (False, None)
 
 
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(9)  # which no worker has
     slices = [core_slice(k, 2) for k in range(2)]
     found: list[int] = []
-    with Pipe(cut(tower())) as pipe:
-        assert pipe.run_on_stages(lambda _: torch.get_num_threads()) == [len(s) for s in slices]
-        if hasattr(os, "sched_getaffinity"):
-            assert pipe.run_on_stages(lambda _: os.sched_getaffinity(0)) == [set(s) for s in slices]
-        fresh = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-        fresh.start()
-        fresh.join()
-    found.append(torch.get_num_threads())
-    torch.set_num_threads(before)
-    assert found == [9, 9]
+    try:
+        torch.set_num_threads(9)  # which no worker has
+        with Pipe(cut(tower())) as pipe:
+            assert pipe.run_on_stages(lambda _: torch.get_num_threads()) == [*map(len, slices)]
+            if hasattr(os, "sched_getaffinity"):
+                assert pipe.run_on_stages(lambda _: os.sched_getaffinity(0)) == [*map(set, slices)]
+            fresh = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            fresh.start()
+            fresh.join()
+        assert [torch.get_num_threads(), *found] == [9, 9]
+    finally:
+        torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import signal
@@ -9,15 +10,20 @@ import threading
 from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from project.figures.recorded import Run
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import write_pairs
-from tests.project.programs import FLOW, ROOT, TINY, names_in, read_json, run
+from tests.project.programs import FLOW, ROOT, TINY, names_in, on_rank, read_json, run
+from tests.ranks import Ranks
 from tests.warm import Terminal, run_warm
+from training.launch.errors import RunError
+from training.results import Results
 
 PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
 LINE = TINY.replace("--n_train 20 --n_validation 9", "").replace("--n_test 3", "") + (
@@ -82,6 +88,23 @@ def test_it_leaves_exactly_the_files_of_this_run(
         first = read_json(work / f"rank0_results_epoch{epoch}.json")
         for key in ("training_loss", "validation_loss"):  # of all ranks together
             assert result[key] == first[key] < math.log(300)
+
+
+def descriptors_left(rank: int, world_size: int, folder: Path) -> int:
+    """Of a rank whose run has ended by an error."""
+    full = RunError("its disk is full")
+    line = f"run_data_parallel {TINY} --world_size {world_size} --workdir {folder}/{rank}"
+    _, error = on_rank(
+        rank, world_size, line, lambda _, p: p.setattr(Results, "begin", Mock(side_effect=full))
+    )
+    assert error == "its disk is full"
+    gc.collect()
+    return psutil.Process().num_fds()
+
+
+def test_a_run_that_fails_gives_its_shared_memory_back(ranks: Ranks, tmp_path: Path) -> None:
+    _, second, third = (ranks.run(descriptors_left, tmp_path) for _ in range(3))
+    assert second == third
 
 
 LEFT = r"(\d\d:\d\d|\?) left"

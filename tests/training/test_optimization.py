@@ -15,7 +15,7 @@ from torch import nn
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.launch.errors import RunError
-from training.loop import train
+from training.loop import Ahead, train
 from training.optimization import Optimizers, Recipe, clip_factor
 from training.options import Options
 from training.results import Totals
@@ -151,3 +151,15 @@ def test_ranks_leave_out_the_same_steps_or_stop_together(ranks: Ranks) -> None:
     found = ranks.run(_rank, "stop")
     assert found[0] == found[1]
     assert found[0][1].startswith("RunError epoch 1, step 2 of 4: the loss of rank 1 is nan; try ")
+
+
+def test_the_next_step_is_made_ahead_once_and_in_order() -> None:
+    made: list[int] = []
+    steps: Any = (made.append(k) or k for k in range(3))  # type: ignore[func-returns-value]
+    ahead: Any = Ahead(steps)
+    taken = []
+    for step in ahead:
+        taken.append((step, len(made)))
+        ahead.prepare()
+        ahead.prepare()
+    assert taken == [(0, 1), (1, 2), (2, 3)] and made == [0, 1, 2]

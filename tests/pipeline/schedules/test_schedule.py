@@ -80,15 +80,19 @@ def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     bubble = cost.pipeline_bubble(n, m)
     assert printed.bubble(sched.gpipe(n, m)) == printed.bubble(sched.one_f_one_b(n, m)) == bubble
     assert printed.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
+    assert clocks(sched.one_f_one_b(n, m)) == clocks(sched.gpipe(n, m)) == 3 * (m + n - 1)
     for order in (sched.gpipe, sched.one_f_one_b):
         early = sched.early(order(n, m))
         kinds = [{a.kind.value for a in actions} for actions in early]
         assert kinds == [{*"FB"}, *([{*"FIW"}] * (n - 1))]  # nobody waits for stage 0's gradient
+        assert clocks(early) == 3 * m + 2 * (n - 1)
         assert printed.bubble(early) == Fraction(2 * (n - 1), 3 * m + 2 * (n - 1))
         assert printed.peak_alive(early) == printed.peak_alive(order(n, m))
     zero_bubble = sched.zero_bubble(n, m)
     assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
     assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
+    if m >= n:
+        assert printed.bubble(zero_bubble) == cost.pipeline_bubble(n, m, 3)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
