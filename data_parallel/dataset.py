@@ -162,13 +162,15 @@ def partition_dataset(
     A rank without an example in the last, smaller batch has one batch less.
 
     Raises:
-        ValueError: the batch is smaller than the number of ranks.
+        ValueError: the batch is smaller than the number of ranks, or there is no such rank.
     """
     if not 1 <= world_size <= batch_size:
         raise ValueError(
             f"batch size {batch_size} on {world_size} ranks: each rank needs an example of every "
             f"batch; a batch size of {max(world_size, 1)} or more works"
         )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} ranks: they are 0 to {world_size - 1}")
     data: Any = dataset
     batches: Any = Batches(rank, world_size, dataset, batch_size, seed, key, start)
     # Its own generator: a DataLoader draws a seed even without workers, and dropout must not

@@ -180,7 +180,8 @@ def stage_ranks(schedule: Schedule) -> list[int]:
 
 
 def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[int, int]]]:
-    """Per clock, the (micro-batch, partition) pairs of a forward pass: m + n - 1 clocks.
+    """Per clock, the (micro-batch, partition) pairs of a forward pass: m + n - 1 clocks, or none
+    if there is no micro-batch.
 
     m = 3, n = 3 (torchgpipe, Kim et al., 2020):
 
@@ -191,10 +192,17 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
         2 (2,0) (1,1) (0,2)
         3       (2,1) (1,2)
         4             (2,2)
+
+    Raises ValueError, when it is called, if there are fewer than 0 micro-batches or 1 partition.
     """
-    for k in range(num_batches + num_partitions - 1):
-        first = max(0, k - num_batches + 1)  # partitions before it have had all batches
-        yield [(k - j, j) for j in range(first, min(k + 1, num_partitions))]
+    m, n = num_batches, num_partitions
+    if m < 0 or n < 1:
+        raise ValueError(f"{m} micro-batches, {n} partitions: at least 0 and 1 are needed")
+    # Before partition k - m + 1 all partitions have had all micro-batches.
+    return (
+        [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]
+        for k in range(m + n - 1 if m else 0)
+    )
 
 
 def clock_table(schedule: Schedule) -> list[list[Action | None]]:

@@ -103,3 +103,6 @@ def test_mistakes() -> None:
     for batch_size, ranks in ((1, 2), (0, 1), (3, 4)):
         with pytest.raises(ValueError, match=f"^batch size {batch_size} .* of {ranks} or more "):
             partition_dataset(0, ranks, range(10), batch_size)
+    for rank in (-1, 4, 5):
+        with pytest.raises(ValueError, match=f"^rank {rank} of 4 ranks: they are 0 to 3$"):
+            partition_dataset(rank, 4, range(10), 4)

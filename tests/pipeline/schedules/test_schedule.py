@@ -33,10 +33,17 @@ def clocks(schedule: sched.Schedule, each: dict[str, int] = ONE_CLOCK) -> float:
         (3, 3, [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1), (2, 0)], [(1, 2), (2, 1)], [(2, 2)]]),
         (6, 2, [[(0, 0)], *([(i, 1), (i + 1, 0)] for i in range(5)), [(5, 1)]]),
         (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
+        (0, 2, []),
     ],
 )
 def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> None:
     assert [sorted(clock) for clock in _clock_cycles(m, n)] == expected
+
+
+@pytest.mark.parametrize(("m", "n"), [(-1, 1), (3, 0), (0, -1)])
+def test_clock_cycles_need_a_partition(m: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"^{m} micro-batches, {n} partitions: at least 0 and 1"):
+        _clock_cycles(m, n)
 
 
 @pytest.mark.parametrize(
