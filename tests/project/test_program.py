@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -129,6 +132,20 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Pa
     assert last == "Interrupted; --resume continues from 000001-epoch0-step30." and end == ""
     assert [row.split()[0] for row in rows if row][-3:] == ["epoch", "start", "1"]
     assert [row for row in rows if "left" in row or "|" in row] == []
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nowhere", ""])
+def test_figures_are_drawn_whatever_backend_the_environment_names(
+    backend: str, tmp_path: Path
+) -> None:
+    """As a notebook does, for what it starts. It has only mattered after the training."""
+    code = (
+        "import sys; from pathlib import Path; from project.figures import style\n"
+        "with style.picture(Path(sys.argv[1]), 'title', 'foot'): pass"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "picture.png")]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "MPLBACKEND": backend}, check=True)
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.usefixtures("elsewhere")
