@@ -25,7 +25,7 @@ from benchmarks.plain_gpt2 import build_model
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tests.ranks import sharing
 from training.launch.launch import launch
 from training.launch.world import World
@@ -95,7 +95,10 @@ class _Zero1(_Contestant):
         model = build_model(_config(), seed=0)
         self.model = nn.Sequential(*gpt2_layers(model))
         self.sharded = ShardedOptimizer(
-            dict(model.named_parameters()), _optimizer, Ranks(dist.group.WORLD), lambda _: None
+            dict(model.named_parameters()),
+            _optimizer,
+            Communicator(dist.group.WORLD),
+            lambda _: None,
         )
 
     def step(self, x: Sequences, target: Tensor) -> Tensor:

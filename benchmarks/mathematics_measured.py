@@ -33,7 +33,7 @@ from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, steps_of
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tests.ranks import sharing
 from training.launch.launch import launch
 from training.launch.world import World
@@ -117,7 +117,7 @@ def _data_parallel_step() -> dict[str, float]:
 
 def _sharded_update_step() -> dict[str, float]:
     """Of ZeRO-1."""
-    model, ranks = make_layers(), Ranks(dist.group.WORLD)
+    model, ranks = make_layers(), Communicator(dist.group.WORLD)
     with sharing(False):
         ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
     sharded = ShardedOptimizer(

@@ -40,8 +40,8 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.plain_gpt2 import build_model
+from runtime.communicator import Communicator
 from runtime.mesh import make_mesh
-from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
 from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
@@ -101,7 +101,7 @@ class _Ours:
 
     def __init__(self, sequence_parallel: bool, dropout: float = 0.0) -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
-        self.ranks, self.sequence_parallel = Ranks(group), sequence_parallel
+        self.ranks, self.sequence_parallel = Communicator(group), sequence_parallel
         config = _config(dropout)
         with torch.device("meta"):
             model: Any = GPT2LMHeadModel(config)
@@ -279,7 +279,7 @@ class _AllLogits(torch.autograd.Function):
     """Every rank gets all logits, and needs the gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
         return ranks.all_gather(logits, 1)
 
@@ -288,13 +288,13 @@ class _AllLogits(torch.autograd.Function):
         return ctx.ranks.part_of(dy, 1), None
 
 
-def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
+def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator) -> Tensor:
     first = ranks.rank * len(weight)
     known = weight[: PUBLISHED - first]
     return head_loss(replicate(hidden, ranks), known, labels, ranks, first)
 
 
-def _gathered(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
+def _gathered(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator) -> Tensor:
     logits = _AllLogits.apply(replicate(hidden, ranks) @ weight.t(), ranks)
     return F.cross_entropy(logits[:, :PUBLISHED], labels, reduction="sum")
 
@@ -304,7 +304,7 @@ HEADS_AND_LOSSES: dict[str, Callable[..., Tensor]] = {"fused": _fused, "gathered
 
 def _head(world: World, names: list[str], rounds: int, out: Path) -> None:
     """Seconds of each, and how much memory they took at most beyond what was there."""
-    ranks, generator = Ranks(dist.group.WORLD), torch.Generator().manual_seed(world.rank)
+    ranks, generator = Communicator(dist.group.WORLD), torch.Generator().manual_seed(world.rank)
     rows = -(-PUBLISHED // world.world_size)
     weight = (torch.randn(rows, WIDTH, generator=generator) / WIDTH**0.5).requires_grad_()
     generator.manual_seed(0)

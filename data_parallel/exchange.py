@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.ranks import all_gather, start_comparison, start_reduce_scatter
+from runtime.communicator import all_gather, start_comparison, start_reduce_scatter
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
-from runtime.waits import where_hosts_meet
+from runtime.waits import control_device
 
 from .flat import Unit
 
@@ -146,7 +146,7 @@ class Exchange:
         return wait
 
     def _comparison(self, what: int) -> Callable[[], bool]:
-        return start_comparison(what, self.group, where_hosts_meet(self.group, self.device))
+        return start_comparison(what, self.group, control_device(self.group, self.device))
 
 
 class SharedExchange(Exchange):

@@ -50,7 +50,7 @@ from data_parallel.exchange import Exchange, SharedExchange, Wait
 from runtime.guards import Guard, refuse_gradient
 from runtime.meta import Initialize, names_of
 from runtime.recorder import Recorder, acting
-from runtime.waits import where_hosts_meet
+from runtime.waits import control_device
 
 from .flat import FlatPiece, make_units
 from .gathered_layer import GatheredLayer, LayerGraph, refuse_gradient_hooks
@@ -241,7 +241,7 @@ class FullyShardedDataParallel:
             RuntimeError: see `forward`; or `scale` requires a gradient.
         """
         refuse_gradient(scale, "scale", "let a layer or loss_fn multiply by a parameter")
-        most = torch.tensor(len(inputs), device=where_hosts_meet(self.group, self.device))
+        most = torch.tensor(len(inputs), device=control_device(self.group, self.device))
         with self._record("all_reduce", -1):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
             passes = int(most)  # all ranks make as many

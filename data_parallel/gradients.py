@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from runtime.recorder import Recorder, acting
 from runtime.shared_memory import SharedBuffers, aligned
-from runtime.waits import where_hosts_meet
+from runtime.waits import control_device
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 AVERAGED = -1  # what a rank announces at the end; a full bucket is announced by its number
@@ -70,7 +70,7 @@ def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return []
-    here = where_hosts_meet(group, parameters[0].device)
+    here = control_device(group, parameters[0].device)
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=here)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     for p, somewhere in zip(parameters, has.tolist(), strict=True):

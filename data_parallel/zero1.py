@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 
 from .flat import FlatPiece, Unit
 
@@ -72,7 +72,7 @@ class ShardedOptimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        ranks: Ranks,
+        ranks: Communicator,
         kind: Callable[[str], Any],
     ) -> None:
         self.ranks = ranks

@@ -6,7 +6,7 @@ All cores measure the same at once, since ranks share their memory and their clo
     other kernels       norms, GELU and residuals of a block: the bytes that `planning.passes`
                         counts for them, by their seconds. They are far from the memory's bandwidth:
                         GELU computes for longer than it reads
-    all-reduces         of `runtime.ranks`, over shared memory, each after a product: bytes and
+    all-reduces         of `Communicator`, over shared memory, each after a product: bytes and
                         latency of the links
     skew                how much longer work takes if all ranks wait for the last one after it, as a
                         share of the work: from one product and from five before an all-reduce
@@ -36,8 +36,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
+from runtime.communicator import Communicator
 from runtime.cores import core_slice
-from runtime.ranks import Ranks
 
 BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
 MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
@@ -95,7 +95,7 @@ def _kernel() -> float:
     return seconds(mlp) / 18
 
 
-def _figures(group: Ranks, vector: torch.Tensor) -> dict[str, float]:
+def _figures(group: Communicator, vector: torch.Tensor) -> dict[str, float]:
     """What the docstring of the module lists, measured once on one of the ranks."""
     blocks = [_block(*block) for block in BLOCKS]
     added = seconds(lambda: vector.add_(1.0))
@@ -130,7 +130,7 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
-    group, vector = Ranks(dist.group.WORLD), torch.randn(1 << 24)
+    group, vector = Communicator(dist.group.WORLD), torch.randn(1 << 24)
     rounds = [_figures(group, vector) for _ in range(REPEATS)]
     if rank == 0:
         found = {name: median(each[name] for each in rounds) for name in rounds[0]}

@@ -11,14 +11,14 @@ import torch.distributed as dist
 DISK_GROUP = "checkpoints"  # the description of a group in which ranks wait for disks
 
 
-def limit_waits(seconds: float) -> None:
+def set_timeouts(seconds: float) -> None:
     """From now on this rank waits so long for another, except in the groups of checkpoints."""
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != DISK_GROUP:
             group.set_timeout(timedelta(seconds=seconds))
 
 
-def where_hosts_meet(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Where to exchange numbers that the host needs: on the CPU, so that it does not wait for its
     GPU, if the group has CPUs (gloo, or cpu:gloo,cuda:nccl); else on `device`."""
     members: Any = group or dist.group.WORLD

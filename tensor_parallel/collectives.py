@@ -27,32 +27,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 
 
-def replicate(x: Tensor, ranks: Ranks) -> Tensor:
+def replicate(x: Tensor, ranks: Communicator) -> Tensor:
     """`x`, the same on all ranks; its gradient is the sum of the ranks' gradients."""
     return x if ranks.size == 1 else _Replicate.apply(x, ranks)
 
 
-def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+def all_reduce(x: Tensor, ranks: Communicator) -> Tensor:
     """The sum of all ranks' `x`."""
     return x if ranks.size == 1 else _AllReduce.apply(x, ranks)
 
 
-def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def gather(x: Tensor, ranks: Communicator, dim: int) -> Tensor:
     """All ranks' parts along `dim`; the gradients of the whole are summed and split."""
     return x if ranks.size == 1 else _Gather.apply(x, ranks, dim)
 
 
-def scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def scatter(x: Tensor, ranks: Communicator, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' `x`."""
     return x if ranks.size == 1 else _Scatter.apply(x, ranks, dim)
 
 
 class _Replicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
         return x.view_as(x)  # nothing is sent
 
@@ -63,7 +63,7 @@ class _Replicate(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:  # noqa: ARG004
         return ranks.all_reduce(x)
 
     @staticmethod
@@ -73,7 +73,7 @@ class _AllReduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.all_gather(x, dim)
 
@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.reduce_scatter(x, dim)
 

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tensor_parallel.collectives import gather, replicate
 from tensor_parallel.layers import (
     SEQUENCE,
@@ -103,7 +103,9 @@ def degrees(num_heads: int, vocabulary: int) -> list[int]:
     return [t for t in divisors if (t - 1) * -(-vocabulary // t) < vocabulary]
 
 
-def cut_matrices(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, Part]:
+def cut_matrices(
+    model: Any, ranks: Communicator, sequence_parallel: bool = False
+) -> dict[str, Part]:
     """Replaces the matrices of a `GPT2LMHeadModel` on the meta device by those of this rank.
 
     Args:
@@ -165,7 +167,7 @@ class VocabularyParallelHead(nn.Module):
         known: [at most rows, C], without the surplus rows.
     """
 
-    def __init__(self, weight: nn.Parameter, vocabulary: int, ranks: Ranks) -> None:
+    def __init__(self, weight: nn.Parameter, vocabulary: int, ranks: Communicator) -> None:
         super().__init__()
         self.weight, self.ranks, self.vocabulary = weight, ranks, vocabulary
         self.first = ranks.rank * len(weight)

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tensor_parallel.collectives import all_reduce, scatter
 
 SEQUENCE = 1  # the dimension of positions
@@ -46,7 +46,7 @@ class _CutLayer(nn.Module):
     def __init__(
         self,
         weight: nn.Parameter,
-        ranks: Ranks,
+        ranks: Communicator,
         sequence_parallel: bool,
         bias: nn.Parameter | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class ColumnParallelLinear(_CutLayer):
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, ranks: Ranks, scattered: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, ranks: Communicator, scattered: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.ranks, ctx.scattered = ranks, scattered

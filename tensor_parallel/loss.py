@@ -28,13 +28,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from runtime.shared_memory import wide
 
 LOGITS_AT_ONCE = 1 << 22  # logits at a time
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
+) -> Tensor:
     """The sum of the cross-entropies at N positions, on every rank: a scalar.
 
     Args:
@@ -54,7 +56,7 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, firs
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
     ) -> Tensor:
         dtype = wide(hidden)
         d_hidden = torch.empty_like(hidden)  # [N, C], from this rank's tokens only
@@ -86,7 +88,9 @@ class _HeadLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def measure(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
+def measure(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
+) -> Tensor:
     """[3], float64: the loss of `head_loss`, the number of positions whose label is the most
     probable token, and N."""
     total = torch.zeros(3, dtype=torch.float64)
@@ -99,7 +103,7 @@ def measure(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first:
     return total
 
 
-def argmax(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
+def argmax(logits: Tensor, num_tokens: int, ranks: Communicator, first: int) -> Tensor:
     """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
     `logits`: [N, rows], this rank's, for the tokens from `first` on."""
     known = logits[:, : max(0, num_tokens - first)]  # may be empty: [N, 0]
@@ -124,7 +128,9 @@ class _Chunk(NamedTuple):
     losses: Tensor  # [n]
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> _Chunk:
+    def of(
+        cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
+    ) -> _Chunk:
         logits = hidden @ weight.t()  # [n, rows]
         logits = logits.to(wide(logits))
         local = labels - first
@@ -139,7 +145,7 @@ class _Chunk(NamedTuple):
         return cls(exps, largest, log_sum, at_label, column, here, log_sum - at_label)
 
 
-def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:
+def _chunks(positions: int, weight: Tensor, ranks: Communicator, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
     size = max(1, LOGITS_AT_ONCE // rows)

@@ -224,7 +224,7 @@ class _Epochs:
             model.average_gradients, n_steps=length, before=before,
             after_step=self._after_step, prepare=ahead.prepare,
         )  # fmt: skip
-        model.limit_waits(args.timeout)
+        model.set_timeouts(args.timeout)
         note("checkpoint")
         self.saving.save(epoch, totals)  # before the evaluation, which can be repeated
         note("comparison of replicas")
@@ -241,7 +241,7 @@ class _Epochs:
     def _after_step(self, totals: Totals, seconds: float) -> None:
         """Raises Ended if a rank was given notice."""
         world, args, model = self.results.world, self.results.args, self.results.model
-        model.limit_waits(step_timeout(args, world, seconds))
+        model.set_timeouts(step_timeout(args, world, seconds))
         epoch = (self.optimizer.steps - 1) // self.results.task.steps_per_epoch
         self.metrics.add_step(epoch, self.optimizer, seconds)
         asked = self.optimizer.counts[2] > 0  # on some rank

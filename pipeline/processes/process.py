@@ -131,7 +131,7 @@ class ProcessPipe:
         )  # fmt: skip
         self._broken: str | None = None
 
-    def limit_waits(self, seconds: float) -> None:
+    def set_timeouts(self, seconds: float) -> None:
         """From now on a neighbour may be silent for so long. (Groups have limits of their own.)"""
         for link in self._neighbours.links.values():
             link.timeout = seconds

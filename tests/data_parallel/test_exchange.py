@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.exchange import Exchange, Reduction
-from runtime.ranks import Ranks as Group
+from runtime.communicator import Communicator
 from tests.ranks import Ranks, sharing
 
 
@@ -19,7 +19,7 @@ def _sums(rank: int, size: int, backend: str) -> list[Tensor]:
     """The sum in the place of what was there, added to it, of an empty unit; and along a dimension
     in the middle."""
     found = []
-    with sharing(False), patch("runtime.ranks.dist.get_backend", lambda _: backend):
+    with sharing(False), patch("runtime.communicator.dist.get_backend", lambda _: backend):
         exchange = Exchange(torch.device("cpu"), dist.group.WORLD)
         for n, accumulate in ((2, False), (2, True), (0, False), (0, True)):
             unit: Any = SimpleNamespace(numel=n * size)
@@ -28,7 +28,7 @@ def _sums(rank: int, size: int, backend: str) -> list[Tensor]:
             exchange.start_reduce([Reduction(unit, whole, target, accumulate, lent)])()
             found.append(target)
         ramp = torch.arange(36.0).view(2, 6, 3) * 10**rank
-        return [*found, Group(dist.group.WORLD).reduce_scatter(ramp, 1)]
+        return [*found, Communicator(dist.group.WORLD).reduce_scatter(ramp, 1)]
 
 
 def test_a_group_that_sums_finds_what_ranks_find_that_add_up(three_ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel import zero1
-from runtime import ranks as collectives
+from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
 from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import Ranks, sharing
@@ -20,7 +20,7 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
     """The weights after two steps of the plain model, each rank with its part of the batch."""
     parameters = dict((model := tied()).named_parameters())
     with patch.object(zero1, "BYTES_AT_ONCE", at_once), sharing(share):
-        ranks = collectives.Ranks(dist.group.WORLD)
+        ranks = Communicator(dist.group.WORLD)
         sharded = zero1.ShardedOptimizer(
             parameters, SGD, ranks, kind=lambda name: name.endswith("bias")
         )
@@ -45,4 +45,4 @@ def test_a_frozen_parameter_is_refused() -> None:
     """Decay would change it."""
     p = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     with pytest.raises(ValueError, match=r"^bias is frozen"):
-        zero1.ShardedOptimizer({"bias": p}, SGD, collectives.Ranks(), kind=len)
+        zero1.ShardedOptimizer({"bias": p}, SGD, Communicator(), kind=len)

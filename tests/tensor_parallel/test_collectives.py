@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tests import ranks as processes
 
 
@@ -15,10 +15,10 @@ def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
     """Sums of many sizes, the later ones larger than the first memory; of 16-bit numbers; and each
     call along a dimension in the middle."""
     with processes.sharing(share):
-        return _calls(Ranks(torch.distributed.group.WORLD))
+        return _calls(Communicator(torch.distributed.group.WORLD))
 
 
-def _calls(mine: Ranks) -> list[Tensor]:
+def _calls(mine: Communicator) -> list[Tensor]:
     sizes = (1, 1000, 5 << 20, 3)
     x = torch.full((3,), 256.0 if mine.rank == 0 else 1.0, dtype=torch.bfloat16)
     wide = [mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes]
@@ -46,7 +46,7 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
 
 
 def apart(rank: int, _world_size: int) -> None:
-    mine, x = Ranks(torch.distributed.group.WORLD), torch.ones(2)
+    mine, x = Communicator(torch.distributed.group.WORLD), torch.ones(2)
     mine.all_reduce(x)
     with pytest.raises(RuntimeError, match="the ranks diverged: they make different calls"):
         _ = mine.all_reduce(x) if rank else mine.all_gather(x, 0)

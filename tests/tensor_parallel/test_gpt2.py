@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.plain_gpt2 import build_model
-from runtime.ranks import Ranks
+from runtime.communicator import Communicator
 from tensor_parallel import loss
 from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut_matrices, degrees
 from tests import ranks as processes
@@ -34,7 +34,7 @@ def case() -> tuple[Tensor, Tensor, Tensor]:
 def on_ranks(rank: int, world_size: int) -> list[Tensor]:
     """The loss, its gradients of all hidden states and of this rank's rows, what validation counts,
     and the likeliest of all tokens and of the first five."""
-    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks = Communicator(torch.distributed.group.WORLD)
     hidden, whole, labels = case()
     part = Part(tuple(whole.shape), 0, 1, rank, world_size)
     head = VocabularyParallelHead(nn.Parameter(part.of(whole)), VOCABULARY, ranks)
@@ -70,7 +70,7 @@ def test_the_degrees_that_work() -> None:
     assert degrees(6, 100) == [1, 2, 3, 6]
     assert degrees(4, 9) == [1, 2]  # of four ranks with three tokens each, one would have none
     with pytest.raises(ValueError, match=r"6 heads .* cannot be cut over 4 ranks; .*: 1, 2, 3, 6$"):
-        ranks = Ranks()
+        ranks = Communicator()
         ranks.size = 4
         config = gpt2_config("gpt2-mini", 100, 24, n_layer=1, n_embd=24, n_head=6)
         cut_matrices(build_model(config, 0), ranks)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from runtime.waits import limit_waits
+from runtime.waits import set_timeouts
 
 if TYPE_CHECKING:  # an interface brings in nothing of training
     from training.tasks.cache import Cache
@@ -182,9 +182,9 @@ class LaidOutModel(ABC):
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
         return state_bytes(self.held(), self.optimizers)
 
-    def limit_waits(self, seconds: float) -> None:
+    def set_timeouts(self, seconds: float) -> None:
         """From now on a rank waits so long for another."""
-        limit_waits(seconds)
+        set_timeouts(seconds)
 
     def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
         """Ends threads, removes hooks."""

@@ -13,7 +13,7 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
-from runtime.waits import where_hosts_meet
+from runtime.waits import control_device
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
@@ -81,7 +81,7 @@ class Sharded(MeshLayout):
         group = self.mesh.data.group
         going = torch.tensor(int(this_one))
         if self.mesh.data.size > 1:
-            going = going.to(where_hosts_meet(group, self.devices[0]))
+            going = going.to(control_device(group, self.devices[0]))
             dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
         return bool(going)
 

@@ -19,8 +19,8 @@ from data_parallel.zero1 import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ranks_of_stages
+from runtime.communicator import Communicator
 from runtime.mesh import Mesh
-from runtime.ranks import Ranks
 from runtime.recompute import mode_of
 from training.launch.world import World
 from training.tasks.cache import Cache
@@ -68,7 +68,7 @@ class Staged(MeshLayout):
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
         if args.zero == 1 and self.parts > 1:
-            self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=setup.timeline))
+            self._shard_optimizer(mine, Communicator(mesh.data.group, recorder=setup.timeline))
         else:
             self._whole_optimizer(mine)
 
@@ -94,7 +94,7 @@ class Staged(MeshLayout):
         # Every replica has the whole gradient: each counts a part of it in the norm.
         self.counted = counts[self.part :: self.parts]
 
-    def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Ranks) -> None:
+    def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Communicator) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
 
         def kind(name: str) -> tuple[bool, str | None]:
@@ -191,10 +191,10 @@ class Staged(MeshLayout):
             held["gradients"] += sum(g.nbytes for g in gradients if g is not None)
         return held
 
-    def limit_waits(self, seconds: float) -> None:
+    def set_timeouts(self, seconds: float) -> None:
         """From now on a rank waits so long for another, also for a message."""
-        super().limit_waits(seconds)
-        self.pipe.limit_waits(seconds)
+        super().set_timeouts(seconds)
+        self.pipe.set_timeouts(seconds)
 
     def close(self) -> None:
         """Closes the buckets and the pipe."""

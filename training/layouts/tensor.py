@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from data_parallel.flat import FlatPiece
 from data_parallel.gradients import copy_back
+from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
-from runtime.ranks import Ranks
 from runtime.recorder import Recorder
 from runtime.shared_memory import add_up
 from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
@@ -60,7 +60,7 @@ class CutTask:
         recorder: Recorder,
     ) -> None:
         self.task = task
-        self.ranks = Ranks(axis.group, recorder=recorder)
+        self.ranks = Communicator(axis.group, recorder=recorder)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         skeleton: Any = task.skeleton().to(dtype)
         self.model = skeleton

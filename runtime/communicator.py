@@ -41,7 +41,7 @@ _SLOTS = 2
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # their numbers are announced
 
 
-class Ranks:
+class Communicator:
     """A group of ranks. All call the same methods in the same order, with tensors of the same
     shapes.
 
