@@ -81,7 +81,7 @@ class Results:
     ) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.columns = (
-            "epoch", "train loss", "valid. loss", f"{task.score_name:>7}", " time", *task.units,
+            "epoch", "train loss", "valid. loss", f"{task.score_title:>7}", " time", *task.units,
         )  # fmt: skip
         self.resumed = False
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
@@ -151,7 +151,7 @@ class Results:
             self.task.score_name.lower(): score.value,
         }
         self.generated = score.generated
-        self._write_epoch(epoch, result)
+        self._write_epoch(epoch, {**result, **self.task.score_details})
         self.history.append((totals.seconds, together[0]))
         self._say_row(
             str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
@@ -177,7 +177,7 @@ class Results:
                 f"Epoch {epoch}{who}: Training Time = {time:.2f}, Tokens_per_sec = {speed:.1f}"
             )
 
-    def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
+    def _write_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         results, gen = "eval_results", "gen"
         if self._apart:
             results, gen = f"rank{self.world.rank}_results", f"rank{self.world.rank}_gen"
@@ -213,6 +213,7 @@ class Results:
             "loss": [numbers["loss"] for numbers in steps],  # null: skipped
             "validation_loss": last["validation_loss"],
             score: last[score],
+            **self.task.score_details,
         }
         write_json(args.workdir / SUMMARY, self.summary)
 

@@ -16,13 +16,22 @@ import torch
 from project.run_pipeline import choose_devices
 from project.utils import read_pairs, setup_of
 from tests.project.conftest import WorldOf
-from tests.project.programs import FLOW, TINY, large_weights, parse, recomputed
+from tests.project.programs import (
+    FLOW,
+    TINY,
+    large_weights,
+    parse,
+    read_json,
+    recomputed,
+    run,
+    summary,
+)
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
 from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
-from training.tasks.generation import continue_all, evaluate_bleu
+from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu
 from training.tasks.task import whole_model
 from training.tasks.translation import TranslationTask
 
@@ -122,3 +131,39 @@ def test_bleu_is_of_the_corpus() -> None:
     found = evaluate_bleu(pairs, ["the cat sat on the mat .", same[1]], "en")["bleu"]
     precisions = 1 * (8 / 9) * (6 / 7) * (4 / 5)
     assert found == pytest.approx(100 * math.exp(1 - 12 / 11) * precisions**0.25)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "tokenizer", "score"),
+    [
+        ("Today the weather is fine.", "13a", 100),
+        ("오늘은 날씨가 아주 좋습니다.", "13a", 100),
+        ("今天天气很好", "zh", 100),
+        ("我在用 GPT-2 做实验。", "zh", 100),
+        ("今日は天気がいいです。", "char", 100),
+        ("วันนี้อากาศดี", "char", 100),
+        ("ຂ້ອຍຮັກເຈົ້າ", "char", 100),
+        ("ខ្ញុំស្រឡាញ់អ្នក", "char", 100),
+        ("ကျွန်တော်ချစ်တယ်", "char", 100),
+        ("ང་ཁྱོད་ལ་དགའ", "char", 100),
+    ],
+)
+def test_bleu_of_a_language_without_spaces_counts_its_letters(
+    sentence: str, tokenizer: str, score: float
+) -> None:
+    """The name of the column says nothing of the language."""
+    assert bleu_tokenizer([sentence]) == tokenizer
+    pairs = [{"target": sentence}]
+    assert evaluate_bleu(pairs, [sentence], "target")["bleu"] == pytest.approx(score)
+
+
+def test_the_tokenizer_of_bleu_stands_in_the_head_and_the_result_files() -> None:
+    Path("zh").mkdir()
+    for split in ("train", "validation", "test"):
+        Path("zh", f"{split}.de").write_text("Ei\n" * 8, "utf-8")
+        Path("zh", f"{split}.en").write_text("今天天气很好\n" * 8, "utf-8")
+    printed, error = run(f"train single {TINY} --dataset zh --n_epochs 1")
+    assert error is None, printed
+    assert "BLEU zh" in printed
+    assert read_json(Path("work/rank0_results_epoch0.json"))["bleu_tokenizer"] == "zh"
+    assert summary()["bleu_tokenizer"] == "zh"

@@ -33,7 +33,10 @@ TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=
 def results(tmp_path: Path) -> Results:
     """Of a translation run on one rank."""
     units = ("positions/s", "real tokens/s")
-    task: Any = SimpleNamespace(score_name="BLEU", units=units, tested=lambda: PAIRS)
+    task: Any = SimpleNamespace(
+        score_name="BLEU", score_title="BLEU", score_details={"bleu_tokenizer": "13a"},
+        units=units, tested=lambda: PAIRS,
+    )  # fmt: skip
     model: Any = SimpleNamespace(schedule=None, part=0)
     args = Options(workdir=tmp_path)
     return Results(World(), args, task, model)
@@ -55,6 +58,7 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     assert read_json(tmp_path / "eval_results_epoch3.json") == {
         "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
         "tokens_per_sec": 2 * 2000.0, "real_tokens_per_sec": 2 * 1600.0, "skipped_steps": 0,
+        "bleu_tokenizer": "13a",
     }  # fmt: skip
     pairs = [{"example": PAIRS[0], "gen": "Bäh"}, {"example": PAIRS[1], "gen": "b"}]
     assert read_json(tmp_path / "gen_epoch3.json") == pairs

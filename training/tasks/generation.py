@@ -16,7 +16,9 @@ Shapes: B unfinished sentences, T their newest positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +33,12 @@ from .task import Decoder
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
+
+# As Unicode's names of their letters begin.
+SCRIPTS_WITHOUT_SPACES = (
+    "CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "YI",
+    "JAVANESE", "BALINESE", "TAI",
+)  # fmt: skip
 
 
 def greedy(logits: Tensor, num_tokens: int) -> Tensor:
@@ -101,8 +109,23 @@ def continue_all(
 def evaluate_bleu(
     examples: Sequence[dict[str, str]], gen_sents: Sequence[str], tgt_key: str
 ) -> dict[str, float]:
-    """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}."""
+    """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}. Words are those of
+    `bleu_tokenizer`."""
     from sacrebleu.metrics import BLEU
 
-    references = [[example[tgt_key] for example in examples]]
-    return {"bleu": BLEU().corpus_score(list(gen_sents), references).score}
+    references = [example[tgt_key] for example in examples]
+    bleu = BLEU(tokenize=bleu_tokenizer(references))
+    return {"bleu": bleu.corpus_score(list(gen_sents), [references]).score}
+
+
+def bleu_tokenizer(references: Iterable[str]) -> str:
+    """The name of sacrebleu's tokenizer for these texts. BLEU counts words, and where a script has
+    no spaces between them a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
+    a word) for Japanese, Thai and other such scripts; "13a", the usual one, for the rest. The
+    letters decide, since a column of translations may have any name."""
+    letters = (letter for text in references for letter in text if letter.isalpha())
+    scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in letters)
+    unspaced = sum(scripts[script] for script in SCRIPTS_WITHOUT_SPACES)
+    if unspaced <= scripts.total() / 2:
+        return "13a"
+    return "zh" if scripts["CJK"] > 0.9 * unspaced else "char"  # Japanese has kana among them

@@ -9,7 +9,7 @@ from typing import Any
 from training.launch.errors import UserError
 from training.launch.world import World
 
-from .generation import evaluate_bleu
+from .generation import bleu_tokenizer, evaluate_bleu
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
@@ -20,6 +20,18 @@ class TranslationTask(SequenceTask):
     """Pairs of sentences; see `training.tasks.sequences.SequenceTask`."""
 
     score_name = "BLEU"
+
+    @property
+    def score_details(self) -> dict[str, str]:
+        """What BLEU takes for a word."""
+        test = self.texts.splits["test"]
+        return {"bleu_tokenizer": bleu_tokenizer(pair[self.args.tgt] for pair in test)}
+
+    @property
+    def score_title(self) -> str:
+        """With the tokenizer, if it is not the usual one."""
+        tokenizer = self.score_details["bleu_tokenizer"]
+        return "BLEU" if tokenizer == "13a" else f"BLEU {tokenizer}"
 
     def train_tokenizer(self, folder: Path) -> None:
         """One for both languages."""
