@@ -3,6 +3,7 @@ program can start from it. And what --model refuses."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -162,11 +163,16 @@ def test_what_cannot_be_written(pairs: Path) -> None:
     assert names_in("full") == ["notes.txt"]
 
 
+CONFIG = "config.json"
 MISSING = "transformer.h.1.ln_2.bias"
 
 
 def without_a_bias(good: bytes) -> bytes:
     return save({name: p for name, p in load(good).items() if name != MISSING})
+
+
+def with_field(name: str, value: Any) -> Callable[[bytes], bytes]:
+    return lambda good: json.dumps({**json.loads(good), name: value}).encode()
 
 
 def with_more_tokens(good: bytes) -> bytes:
@@ -178,9 +184,16 @@ def with_more_tokens(good: bytes) -> bytes:
 SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("model.safetensors", lambda good: good[:1000], r"\(SafetensorError Error while "),
     ("model.safetensors", without_a_bias, f"{MISSING} is missing, "),
-    ("config.json", lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
+    (CONFIG, with_field("vocab_size", 301),
      r"\(ValueError transformer.wte.weight is \[300, 16\], config.json says \[301, 16\]\)"),
-    ("config.json", lambda good: good.replace(b'"gpt2"', b'"bert"'), "its model_type is bert"),
+    (CONFIG, with_field("model_type", "bert"), "its model_type is bert"),
+    (CONFIG, with_field("scale_attn_weights", False), "its scale_attn_weights is False, and here "),
+    (CONFIG, with_field("scale_attn_by_inverse_layer_idx", True), "its scale_attn_by_inverse_l"),
+    (CONFIG, with_field("add_cross_attention", True), "its add_cross_attention is True"),
+    (CONFIG, with_field("is_causal", False), "its is_causal is False"),
+    (CONFIG, with_field("quantization_config", {"bits": 8}), "its quantization_config is {'bits'"),
+    (CONFIG, with_field("n_inner", 63), "its n_inner is 63, not a multiple of its n_head"),
+    (CONFIG, with_field("activation_function", "prelu"), "its activation_function is prelu, which"),
     ("tokenizer.json", lambda _: b"{}", r"\(KeyError 'added_tokens'\)"),
     ("tokenizer.json", with_more_tokens, r"its tokenizer has \d+ tokens, not 256 to 300"),
 ]  # fmt: skip
@@ -201,6 +214,13 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
         with pytest.raises(UserError, match=f"^--model model: neither .*{why}"):
             parse(line + "24")
         path.write_bytes(good)
+    weights = Path("model/model.safetensors")
+    weights.rename("model/pytorch_model.bin")
+    with pytest.raises(
+        UserError, match=r"not in \*\.safetensors, and .*pytorch_model\.bin neither"
+    ):
+        parse(line + "24")
+    Path("model/pytorch_model.bin").rename(weights)
     path.unlink()
     with pytest.raises(UserError, match="Couldn't instantiate the backend tokenizer"):
         parse(line + "24")

@@ -55,6 +55,11 @@ PRESETS = {
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
+# Of the fields of a GPT2Config that change what is computed: those with one value here.
+COMPUTED = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "is_causal": True,
+    "add_cross_attention": False, "quantization_config": None,
+}  # fmt: skip
 VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
@@ -267,11 +272,23 @@ def loss_of_targets(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none").sum()  # in this order on every rank
 
 
+def check_computed(model: GPT2LMHeadModel) -> None:
+    """Raises ValueError, naming the field, if `model.config` asks for what no layer here computes.
+    (reorder_and_upcast_attn is another order of the same sums, as under PyTorch's attention.)"""
+    config = model.config
+    for field, computed in COMPUTED.items():
+        if (value := getattr(config, field, computed)) != computed:
+            raise ValueError(f"its {field} is {value}, and here it can only be {computed}")
+    if any(True for block in model.transformer.h for _ in block.mlp.act.parameters()):
+        raise ValueError(
+            f"its activation_function is {config.activation_function}, which has parameters"
+        )
+
+
 def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     """The layers of `model`: embedding, two halves of every block, head. They share its parameters;
-    hooks on the modules that they replace never run."""
-    if model.config.scale_attn_by_inverse_layer_idx or not model.config.scale_attn_weights:
-        raise ValueError("scale_attn_by_inverse_layer_idx, or no scale_attn_weights: not GPT-2's")
+    hooks on the modules that they replace never run. Raises what `check_computed` does."""
+    check_computed(model)
     body = model.transformer
     layers: list[nn.Module] = [Embedding(body)]
     for k, block in enumerate(body.h):

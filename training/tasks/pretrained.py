@@ -21,7 +21,7 @@ from torch import Tensor
 
 from training.launch.errors import UserError
 
-from .gpt2 import PRESETS, generator_for
+from .gpt2 import PRESETS, check_computed, generator_for
 from .language import LanguageTask
 from .sequences import SequenceTask
 from .stored import hash_of
@@ -50,7 +50,11 @@ def check_pretrained(name: str, max_length: int) -> None:
             raise ValueError(f"its model_type is {config.model_type}")
         found = _stored(name)
         with torch.device("meta"):
-            wanted = dict(GPT2LMHeadModel(config).named_parameters())  # a tied head is not in it
+            model = GPT2LMHeadModel(config)
+        check_computed(model)
+        if (config.n_inner or 0) % config.n_head:
+            raise ValueError(f"its n_inner is {config.n_inner}, not a multiple of its n_head")
+        wanted = dict(model.named_parameters())  # a tied head is not in it
         for parameter, p in wanted.items():
             *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
             if shape != list(p.shape):
@@ -84,9 +88,10 @@ def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
-        name, activation_function="gelu_pytorch_tanh", use_cache=False,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
+        name, use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout
+    )
+    if config.activation_function == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"  # the same function, see gpt2.py
     config.vocab_size = max(config.vocab_size, num_tokens)
     return config
 
@@ -121,6 +126,11 @@ def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (it is no dictionary)
                 found[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
+    if not found:
+        raise ValueError(
+            "its weights are not in *.safetensors, and no other file is read (pytorch_model.bin "
+            "neither): save_pretrained of transformers writes them"
+        )
     return found
 
 

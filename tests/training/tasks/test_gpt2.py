@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.plain_gpt2 import build_model
 from training.seeds import stream
@@ -124,3 +124,27 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
         assert torch.equal(filled[0][: len(p)], p.float()), name
         assert torch.equal(filled[0], filled[1])
         assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"activation_function": "relu"}, {"activation_function": "gelu"}, {},
+        {"layer_norm_epsilon": 0.1}, {"n_inner": 6}, {"tie_word_embeddings": False},
+        {"reorder_and_upcast_attn": True},
+    ],
+)  # fmt: skip
+def test_what_a_configuration_says_is_computed(fields: dict[str, Any], tmp_path: Path) -> None:
+    """By transformers and by our layers: the same logits, of weights that make it matter."""
+    config = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=320, n_positions=16, **fields)
+    saved = GPT2LMHeadModel(config).double().eval()
+    for p in saved.parameters():
+        p.data.mul_(10)
+    saved.save_pretrained(tmp_path)
+    get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
+    check_pretrained(str(tmp_path), 16)
+    model = GPT2LMHeadModel(pretrained_config(str(tmp_path), 320, 0.0)).double().eval()
+    for name, p in model.named_parameters():
+        pretrained_initializer(str(tmp_path), 0)(name, p.data)
+    logits = nn.Sequential(*gpt2_layers(model))(Sequences(IDS))
+    torch.testing.assert_close(logits, saved(input_ids=IDS).logits, rtol=1e-9, atol=1e-9)
