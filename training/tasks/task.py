@@ -8,7 +8,7 @@ outputs. Layouts see layers, inputs and targets, never what they mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -72,7 +72,6 @@ class TrainingTask(Protocol):
     the whole batch."""
 
     score_name: str  # "BLEU", "accuracy" or "perplexity"
-    score_details: Mapping[str, str] = {}  # what else it depends on; for the result files
     units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
     steps_per_epoch: int  # `steps` may go on: --max_batches ends an epoch early
     files: dict[str, bytes]  # small files that every checkpoint needs, by name
@@ -111,6 +110,11 @@ class TrainingTask(Protocol):
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
         """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the
         validation data."""
+
+    @property
+    def score_details(self) -> dict[str, str]:
+        """What else the score depends on; for the result files."""
+        return {}
 
     @property
     def score_title(self) -> str:
