@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # see training/tasks/gpt2.py
 # As Unicode's names of their letters begin.
 SCRIPTS_WITHOUT_SPACES = (
     "CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "YI",
-    "JAVANESE", "BALINESE", "TAI",
 )  # fmt: skip
 
 
