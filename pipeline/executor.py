@@ -100,9 +100,19 @@ class Losses:
                 "e.g. cross_entropy(output, target, reduction='sum')"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
+            given = any(
+                isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)
+            )
+            why = "loss_fn detaches the output, or computes outside torch"
+            if not given:
+                why = (
+                    "the output of the last layer does not either. Every parameter is frozen, or a "
+                    "layer detaches what it returns, as checkpoint(use_reentrant=True) does if its "
+                    "input requires no grad: take use_reentrant=False"
+                )
             raise RuntimeError(
-                "the loss does not depend on anything that requires grad: does loss_fn detach, or "
-                "is every parameter frozen? To compute only the loss, call loss_fn(pipe(x), target)"
+                f"the loss does not depend on anything that requires grad: {why}. To compute only "
+                "the loss, call loss_fn(pipe(x), target)"
             )
         return loss
 

@@ -8,8 +8,9 @@
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
 backward runs the same clocks, last stage first, *on the workers*. Gradient hooks, tied parameters,
 `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not, and forward-mode differentiation (`torch.func.jvp`), whose state torch keeps once per
-process, only on one stage. A Pipe runs one call at a time: a call from a second thread raises.
+does not, and forward-mode differentiation (`torch.autograd.forward_ad`), whose state torch keeps
+once per process, only on one stage. worker.py says which of the caller's modes hold. A Pipe runs
+one call at a time: a call from a second thread raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
@@ -308,13 +309,13 @@ class Pipe(nn.Module):
     def _call(self, num_microbatches: int) -> Iterator[list[Stage]]:
         """Around a call, which no other thread may interrupt: its stages."""
         with self._crew.alone():
-            with torch.no_grad():  # copies of tied parameters, after an optimizer step
-                for copy, original in self.replicas.items():
-                    copy.copy_(original, non_blocking=copy.device.type != "cpu")
             yield self._new_stages(num_microbatches)
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
         refuse_hooks(self._uncalled)
+        with torch.no_grad():  # copies of tied parameters, after an optimizer step
+            for copy, original in self.replicas.items():
+                copy.copy_(original, non_blocking=copy.device.type != "cpu")
         seed = StepSeed()  # one for all stages
         stages, layers = [], 0  # layers: those of the stages before
         for j, device in enumerate(self.devices):

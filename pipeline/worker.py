@@ -2,8 +2,9 @@
 
 Problem. All stages must compute at the same time, on GPUs as well as on the cores of one CPU.
 Torch's operators release the GIL, so threads suffice, and tensors pass between stages without a
-copy. But grad mode, autocast, the default device and the CUDA streams (streams.py) are thread-local
-in torch and must be carried over from the caller.
+copy. But grad mode, autocast, the default device, hooks on saved tensors and the CUDA streams
+(streams.py) are thread-local in torch and must be carried over from the caller. Other modes, such
+as `FlopCounterMode`, are objects for one thread: under them a call is refused.
 
 Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
 slices of this process' cores, and uses as many intra-op threads. Threads that OpenMP starts later
@@ -31,6 +32,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from runtime.cores import core_slice
 from runtime.graph import memory_of
@@ -56,6 +60,28 @@ class Context:
         self.streams = Streams()
         default = torch.get_default_device()
         self.default_device = None if default.type == "cpu" else default
+        self.saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._refuse_what_cannot_be_carried()
+
+    def _refuse_what_cannot_be_carried(self) -> None:
+        modes: list[Any] = [
+            *_get_current_function_mode_stack(),
+            *_get_current_dispatch_mode_stack(),
+        ]
+        names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+        transform = torch._C._functorch.peek_interpreter_stack()
+        names += [] if transform is None else [f"torch.func's {transform.key().name.lower()}"]
+        if names:
+            raise RuntimeError(
+                f"{names[-1]} is active in this thread, and would not see what the workers of a "
+                "Pipe compute: enter it inside a layer, or use the plain Sequential under it"
+            )
+        pack = self.saved_tensors_hooks and self.saved_tensors_hooks[0]
+        if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
+            raise RuntimeError(
+                "torch.utils.checkpoint around a Pipe would have to run the Pipe inside its own "
+                "backward: make the Pipe with recompute='always', or checkpoint inside its layers"
+            )
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -71,6 +97,9 @@ class Context:
             stack.enter_context(self.autocast.entered())
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
+            if self.saved_tensors_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+                stack.enter_context(hooks)
             stack.enter_context(self.streams.enter())
             yield
 

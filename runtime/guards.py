@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 # The nodes of a leaf and of a checkpoint with reentry.
 _LEAF, _REENTRANT = torch._C._functions.AccumulateGrad, CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 _RECORDING = "transformers.utils.output_capturing"
+_SEARCHED, _ITEMS = 1000, 100  # objects in one that pytree does not know; of each its first items
 _WITHOUT = (str, bytes, int, float, complex, type, FunctionType, ModuleType, nn.Module, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -153,7 +154,10 @@ def overlapping(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def hidden_type(value: Any) -> str | None:
-    """The name of the first type in ``value`` that holds tensors but is unknown to pytree."""
+    """The name of the first type in ``value`` that holds tensors but is unknown to pytree.
+
+    A search ends after `_SEARCHED` objects. A tensor beyond them whose gradient would be lost is
+    refused where it is used, as a foreign leaf."""
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, Tensor) and next(tensors_in(leaf), None) is not None:
             return type(leaf).__name__
@@ -161,16 +165,19 @@ def hidden_type(value: Any) -> str | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in containers and attributes, at any depth, except inside modules."""
-    waiting: list[Any] = [value]
-    seen: dict[int, Any] = {}
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Tensor):
-            yield one
-        elif not isinstance(one, _WITHOUT) and id(one) not in seen:
-            seen[id(one)] = one  # kept alive, so that its id stays unique
-            waiting += gc.get_referents(one)  # items, values, and attributes, in slots too
+    """The tensors that pytree finds in ``value``, and those in attributes and items of the first
+    `_SEARCHED` objects of each of its other leaves, the nearest first, of each of these the first
+    `_ITEMS`; none inside modules."""
+    for leaf in pytree.tree_leaves(value):
+        waiting: list[Any] = [leaf]
+        seen: set[int] = set()
+        for one in waiting:  # grows, up to the limit
+            if isinstance(one, Tensor):
+                yield one
+            elif not isinstance(one, _WITHOUT) and id(one) not in seen:
+                seen.add(id(one))  # all stay alive, so that ids are unique
+                # items, values, and attributes, in slots too
+                waiting += gc.get_referents(one)[: min(_ITEMS, _SEARCHED - len(waiting))]
 
 
 def refuse_hidden(value: Any, has: str) -> None:

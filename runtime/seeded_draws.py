@@ -11,10 +11,16 @@ import torch
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[None]:
     """Inside, kernels draw from the device's default generator, seeded with ``seed``; a stage's own
-    seeds (randomness.py) do not count here. The host seeds: no kernel runs, and nobody waits."""
+    seeds (randomness.py) do not count here. Afterwards the generator is as before. All of this is
+    the host's: no kernel runs, and nobody waits."""
+    module = torch.get_device_module(device)
     with torch._C.DisableTorchFunction(), torch.accelerator.device_index(device.index):
-        torch.get_device_module(device).manual_seed(seed)
-        yield
+        state = module.get_rng_state()
+        module.manual_seed(seed)
+        try:
+            yield
+        finally:
+            module.set_rng_state(state)
 
 
 def mixed(number: int, site: int, index: int) -> int:

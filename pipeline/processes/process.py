@@ -182,11 +182,12 @@ class ProcessPipe:
                 seed, recompute=self._recompute, num_microbatches=len(inputs),
                 deliver=deliver, held_back=held_back,
             )  # fmt: skip
-            losses = Losses(loss_fn, targets, scale, stages[-1].memory)
-            if self._is_last:
+            end: Losses | Channel = Channel()
+            if self._is_last:  # nobody else needs the targets
+                end = losses = Losses(loss_fn, targets, scale, stages[-1].memory)
                 stages[-1].tail = losses.of
             with hooks_held(list(mine.values())):
-                self._run(stages, inputs, lists, losses)
+                self._run(stages, inputs, lists, end)
             total: Tensor | None = None
             if self._is_last:
                 total = losses.total().to(device_of_float64(self.device)).double()

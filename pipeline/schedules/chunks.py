@@ -188,6 +188,8 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
             k = _next(near, num_stages, done, alive[r], most, late)
             if k is not None:
                 started.append((r, actions.pop(k)))
+        if not started:
+            raise ValueError(f"no rank can go on within {most} chunks: {[a[:3] for a in rest]}")
         for r, action in started:
             alive[r] += BORN[action.kind]
             closed[r].append(action)

@@ -184,7 +184,9 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
         for other in masks[:i]:  # both keep an element with probability 9/16
             assert abs(float(((one > 0) & (other > 0)).double().mean()) - 9 / 16) < 0.04
     torch.manual_seed(1)
+    before = torch.cuda.get_rng_state("cuda:1")
     assert mask(keys[0], "drop").equal(masks[0])
+    assert torch.cuda.get_rng_state("cuda:1").equal(before)  # its own draws go on as they were
     q = torch.zeros(8, 2, 16, 32, device="cuda:1")
     draws = [attention(q, q, x[:, None], None, 0.25, key, 3).cpu() for key in (5, 6, 5)]
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])

@@ -18,6 +18,7 @@ from pipeline.executor import Dataflow
 from pipeline.pipe import Pipe
 from pipeline.replicas import place_layers
 from pipeline.schedules import schedule as sched
+from tests.odd_layers import Again
 from tests.pipeline.pipeline_models import (
     STEPS,
     Call,
@@ -185,7 +186,11 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
     (
         lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
-        "the loss does not depend on anything",
+        "the loss does not depend on anything that requires grad: loss_fn detaches the output",
+    ),
+    (
+        lambda _: one_f_one_b(Pipe(nn.Sequential(Again(use_reentrant=True)).double()), X, X),
+        r"requires grad: the output of the last layer does not either\. .*use_reentrant=False",
     ),
     (by("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
     (by("zbv"), "zbv with 1 chunks: a rank has 2 stages there"),

@@ -58,6 +58,19 @@ def test_a_copy_of_a_tied_weight_belongs_to_no_stage() -> None:
     assert len(replicas) == 1
 
 
+@on_device
+def test_every_entry_uses_the_newest_tied_weight() -> None:
+    """A clock on its own, too, after the original has changed."""
+    model = tied()
+    ids = torch.arange(6).view(2, 3)
+    layers, replicas = split(model, ("cuda:0", "cuda:1"))
+    ((copy, original),) = replicas.items()
+    with Pipe(layers, replicas=replicas) as pipe, torch.no_grad():
+        original += 1
+        pipe.compute([ids.to("cuda:0")], [(0, 0)])
+        assert copy.cpu().equal(original.cpu())
+
+
 @pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs"])
 @on_device
 def test_what_layers_hand_on_is_copied(name: str) -> None:

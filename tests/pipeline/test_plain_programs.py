@@ -5,6 +5,7 @@ In-place operations, values that are no tensors, hooks: nothing may change a res
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -13,6 +14,7 @@ from itertools import count
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
+from runtime.guards import hidden_type, tensors_in
 from tests.odd_layers import ODD, Again, linear, sparse_and_tied
 from tests.pipeline.pipeline_models import (
     CPU,
@@ -240,6 +243,17 @@ def test_a_scale_and_what_a_process_is_given_may_not_require_grad(what: str) -> 
                 pipe.train_step(x, y, square_error, num_microbatches=2, scale=first.bias.sum())
             else:
                 pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
+
+
+def test_the_search_for_hidden_tensors_ends() -> None:
+    """A large table hides nothing that stands beside it."""
+    numbers = {str(k): float(k) for k in range(200_000)}
+    beside = SimpleNamespace(numbers=numbers, more=[1, Plain(torch.ones(2))])
+    assert [t.tolist() for t in tensors_in(beside)] == [[1.0, 1.0]]
+    nested = SimpleNamespace(x=[[[k] for k in range(200)] for _ in range(200)])
+    with patch("runtime.guards.gc.get_referents", side_effect=gc.get_referents) as looked:
+        assert hidden_type(nested) is None
+    assert looked.call_count <= 1000
 
 
 def is_refused(name: str, step: Step, devices: Sequence[str] = CPU) -> None:

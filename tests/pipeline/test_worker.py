@@ -5,15 +5,31 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from traceback import extract_tb
 
+import pytest
 import torch
+from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.pipe import Pipe
 from pipeline.worker import Task, create_workers
 from runtime.cores import core_slice
-from tests.pipeline.pipeline_models import CPU, cut, tower
+from tests.pipeline.pipeline_models import (
+    CPU,
+    STEPS,
+    assert_close,
+    batch,
+    cut,
+    in_one_process,
+    take_gradients,
+    tower,
+)
 
 
 def test_a_task_is_answered_whatever_it_raises() -> None:
@@ -50,3 +66,42 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
         assert [torch.get_num_threads(), *found] == [9, 9]
     finally:
         torch.set_num_threads(before)
+
+
+def test_hooks_on_saved_tensors_hold_in_the_workers() -> None:
+    """Both backwards read twice what was saved."""
+    model, (x, y) = tower(), batch(4)
+    with (
+        Pipe(cut(model), split_size=2) as pipe,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 2 * t),
+    ):
+        expected = in_one_process(model, x, y)
+        for step in STEPS:
+            loss = step(pipe, x, y)
+            assert_close(take_gradients(model) | {"loss": loss}, expected)
+
+
+def under(mode: Callable[[], AbstractContextManager[object]]) -> Callable[[Pipe, Tensor], object]:
+    def call(pipe: Pipe, x: Tensor) -> object:
+        with mode():
+            return pipe(x)
+
+    return call
+
+
+REFUSED: list[tuple[Callable[[Pipe, Tensor], object], str]] = [
+    (under(lambda: FlopCounterMode(display=False)), "_FlopCounterMode is active in this thread"),
+    (under(BaseTorchFunctionMode), "BaseTorchFunctionMode is active in this thread"),
+    (lambda pipe, x: torch.no_grad()(torch.vmap(pipe))(x[None]), "torch.func's vmap is active"),
+    (lambda pipe, x: checkpoint(pipe, x, use_reentrant=False), "torch.utils.checkpoint around a"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_a_mode_that_would_not_see_the_workers_is_refused(
+    call: Callable[[Pipe, Tensor], object], said: str
+) -> None:
+    with Pipe(cut(tower()), split_size=2) as pipe:
+        with pytest.raises(RuntimeError, match=f"^{said}"):
+            call(pipe, batch(4)[0].requires_grad_())
+        pipe(batch(4)[0])

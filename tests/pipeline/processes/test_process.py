@@ -110,6 +110,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
     results: dict[Any, Found] = {}
     for name, v in schedules(n) if way == "memory" else EVERY[:5]:
         ranks, share = catalogue.ranks_of_stages(name, n, v), way == "memory"
+        target = y if rank == ranks[-1] else y.to("meta")  # nobody else reads it
         with sharing(share), ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe:
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours.links[1 - rank]
@@ -120,7 +121,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
                     for key, p in pipe.named_parameters().items():
                         p.register_hook(lambda g, key=key, seen=seen: seen.append((key, g.clone())))
                 torch.manual_seed(5)
-                loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+                loss = pipe.train_step(x, target, square_error, name, m, scale=0.125)
                 found = take_gradients(pipe)
                 results[name, v, m] = found | {"loss": loss, "next": torch.rand(())}
             assert len(seen) == len(found)  # each once, and whole

@@ -166,3 +166,9 @@ FIRST, LAST = sched.gpipe(2, 2)
 def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sched.validate(broken, 2)
+
+
+def test_lists_that_cannot_be_closed_up_are_refused() -> None:
+    """A limit below what they hold would wait for ever."""
+    with pytest.raises(ValueError, match="no rank can go on within 0 chunks"):
+        chunks._close_up(chunks.zb_v(2, 3), 4, 0)
