@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.seeded_draws import drawing, mixed
+from runtime.mixed import mixed
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
@@ -112,8 +112,12 @@ def _drawn(
     generator as it is. So does a stage on the CPU beside stages on GPUs: from its stage's."""
     if torch.compiler.is_compiling() or not isinstance(keys, int) or device.type == "cpu":
         return draw()
-    with drawing(device, mixed(keys, where, first)):
-        return draw()
+    module = torch.get_device_module(device)
+    # Past the stage's own seeds (randomness.py). The host seeds: no kernel runs, and nobody waits.
+    with torch._C.DisableTorchFunction(), torch.random.fork_rng([device], device_type=device.type):
+        with torch.accelerator.device_index(device.index):
+            module.manual_seed(mixed(keys, where, first))
+        return draw()  # afterwards the generator is as before
 
 
 def _low(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ makes none.
 
 A GPU keeps its fused kernels: the *device's* default generator is seeded before the first draw of
 an action and restored after it. Only one worker uses a device. A layer may seed a draw itself
-(seeded_draws.py): there the stage's seed is not used.
+(dropout.py): there the stage's seed is not used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.seeded_draws import mixed
+from runtime.mixed import mixed
 
 _DRAW_NOTHING: set[Any] = {  # for speed only: a missing entry does no harm
     F.layer_norm, F.group_norm, F.batch_norm, F.relu, F.silu, F.softmax, F.log_softmax,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.seeded_draws import drawing
+from runtime.mixed import mixed
 from tests.device.seen import watch
 from tests.device.session import NCCL, on_device, ranks
 from tests.equivalence.compare import check, laid_out
@@ -116,13 +116,13 @@ def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int
     row = replace(row, num_microbatches=1)
     seeds: list[int] = []
 
-    def noted(device: torch.device, seed: int) -> Any:
-        seeds.append(seed)
-        return drawing(device, seed)
+    def noted(*place: int) -> int:
+        seeds.append(mixed(*place))
+        return seeds[-1]
 
     with (
         laid_out(row, world, torch.float32) as training,
-        mock.patch("runtime.dropout.drawing", noted),
+        mock.patch("runtime.dropout.mixed", noted),
     ):
         model: Any = training.model
         model.backward(next(training._steps()))

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import ONE_EACH
+from runtime.mixed import mixed
 from runtime.randomness import StageRandomness, StepSeed
-from runtime.seeded_draws import mixed
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
