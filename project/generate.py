@@ -13,17 +13,22 @@ beginning of a new text.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.command_line import Parser
+from training.launch.errors import UserError, refuse
 from training.options import Number, count, whole
 
 TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
+
+WITHOUT_OWNER = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # on the hub
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +39,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("text", nargs="*", default=[], help="lines of text; default: those of standard input")
     add("--input", type=Path, metavar="FILE", help="read the lines from this file")
     add("--export", type=Path, metavar="NEW",
-        help="only write model, tokenizer and model card there, for transformers")  # fmt: skip
+        help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
     add("--temperature", type=TEMPERATURE, metavar="T",
         help="sample tokens, from logits divided by this; 0 takes the most probable; default: 0, "
@@ -60,28 +65,45 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-if __name__ == "__main__":
-    parse_generate()  # before torch is imported, which takes seconds
+def check_there(name: str) -> None:
+    """Raises UserError if there can be no such model: neither a folder nor, by its form, a name on
+    the hub."""
+    path = Path(name)
+    owned = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.is_dir()
+    if not (path.is_dir() or owned or name in WITHOUT_OWNER):
+        raise UserError(f"{name}: there is no such folder; the --workdir of a run works")
 
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    try:
+        check_there(parse_generate().trained)
+    except UserError as error:
+        refuse(f"generate.py: error: {error}\n")
+
+
+import torch
+from tqdm import tqdm
 
 from project.utils import run_program
-from training.export import export
-from training.launch.errors import UserError
 from training.launch.world import choose_device
-from training.seeds import stream
-from training.tasks.generation import continue_all
-from training.tasks.sampling import chances_of
-from training.trained import SamplingDecoder, Trained, load_trained
+from training.trained import export, load_trained, source_end
+
+
+def lines_of(text: str) -> list[str]:
+    r"""The lines of a text. Each ends at \n or \r\n, and nowhere else: what `str.splitlines` takes
+    for an end, such as a form feed or U+2028, is a part of the line."""
+    lines = re.split(r"\r?\n", text)
+    return lines if lines[-1] else lines[:-1]
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:
     """The lines to translate or continue. Raises UserError if the file cannot be read."""
     if args.text:
-        return [line for text in args.text for line in text.split("\n")]
+        return [line for text in args.text for line in lines_of(text) or [""]]
     where = "standard input" if args.input is None else f"--input {args.input}"
     try:
         content = sys.stdin.buffer.read() if args.input is None else args.input.read_bytes()
-        return content.decode("utf-8").splitlines()
+        return lines_of(content.decode("utf-8-sig"))  # without a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
         raise UserError(
@@ -90,48 +112,57 @@ def read_lines(args: argparse.Namespace) -> list[str]:
 
 
 def continuations(
-    trained: Trained, lines: Sequence[str], args: argparse.Namespace
+    model: Any, tokenizer: Any, lines: Sequence[str], args: argparse.Namespace
 ) -> list[list[str]]:
     """The translations or continuations of each line. Raises UserError if a line is too long.
 
-    Draws depend only on the seed, the number of the line, and the number of the sample.
+    Lines of equal length are continued together: no padding, and each has all of the room.
     """
-    tokenizer, end, n = trained.tokenizer, trained.source_end, args.num_samples
+    end, room = source_end(tokenizer), tokenizer.model_max_length
     prompts: list[list[int]] = []
-    most: list[int] = []  # new tokens
-    seeds: list[int] = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [tokenizer.eos_token_id]
-        if len(ids) >= trained.max_length:
+        if len(ids) >= room:
             raise UserError(
-                f"line {number + 1} has {len(ids)} tokens, and the model was trained on sequences "
-                f"of {trained.max_length}; {trained.max_length - 1} tokens or fewer work"
+                f"line {number} has {len(ids)} tokens, and the model was trained on sequences of "
+                f"{room}; {room - 1} tokens or fewer work"
             )
-        nothing = end and not line.strip()  # to translate
-        prompts += [ids] * n
-        most += [0 if nothing else min(args.max_new_tokens, trained.max_length - len(ids))] * n
-        seeds += [stream(args.seed, "generation", number, sample) for sample in range(n)]
-    device = trained.model.device
-    chances = chances_of(seeds, max(most, default=0), device) if args.temperature else None
-    decoder = SamplingDecoder(trained.model, chances, args.temperature, args.top_k)
-    texts = continue_all(decoder, tokenizer, prompts, most, device, args.batch_size, "Generating")
-    found = []
-    for i, text in enumerate(texts):
-        text = text.strip() if end else lines[i // n] + text
-        found.append(" ".join(text.splitlines()))
-    return [found[i : i + n] for i in range(0, len(found), n)]
+        prompts.append(ids)
+    by_length: dict[int, list[int]] = {}  # the numbers of lines
+    for i, line in enumerate(lines):
+        if line.strip() or not end:  # else there is nothing to translate
+            by_length.setdefault(len(prompts[i]), []).append(i)
+    options: dict[str, Any] = {"do_sample": False}
+    if args.temperature:
+        options = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k or 0}
+    unused = list(range(len(tokenizer), model.config.vocab_size))  # rows of no token
+    torch.manual_seed(args.seed)
+    n, size = args.num_samples, args.batch_size
+    texts = [[""] * n for _ in lines]
+    batches = [rows[k : k + size] for rows in by_length.values() for k in range(0, len(rows), size)]
+    for batch in tqdm(batches, "Generating", leave=False, disable=None):
+        ids = torch.tensor([prompts[i] for i in batch], device=model.device)  # [B, T]
+        T = ids.size(1)
+        outputs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_length=min(room, T + args.max_new_tokens),
+            num_return_sequences=n, suppress_tokens=unused or None, **options,
+        )  # [B n, T + new tokens]  # fmt: skip
+        found = tokenizer.batch_decode(outputs[:, T:], skip_special_tokens=True)
+        for k, i in enumerate(batch):
+            texts[i] = [text.strip() if end else lines[i] + text for text in found[k * n :][:n]]
+    return [[" ".join(lines_of(text)) for text in of_line] for of_line in texts]
 
 
 def main() -> None:
     """The program."""
     args = parse_generate()
     if args.export is not None:
-        export(load_trained(args.trained), args.export)
+        export(*load_trained(args.trained), args.export)
         print(f"Model and tokenizer, for transformers, are in {args.export}/.")
         return
     lines = read_lines(args)
     device = choose_device(args.device, 0, 1)
-    for texts in continuations(load_trained(args.trained, device), lines, args):
+    for texts in continuations(*load_trained(args.trained, device), lines, args):
         print("\n".join(texts), flush=True)
 
 

@@ -18,7 +18,6 @@ from tests.equivalence.compare import laid_out
 from tests.equivalence.table import find
 from training.launch.world import World
 from training.loop import train
-from training.tasks.sampling import chances_of, sample
 
 CUDA = torch.device("cuda", 0)
 
@@ -66,18 +65,3 @@ def test_an_evaluation() -> None:
         found = task.measure(logits.to(CUDA), target.to(CUDA))
     assert found.tolist() == task.measure(logits, target).tolist()
     assert found[1:].tolist() == [4, 5]
-
-
-@on_device
-def test_tokens_are_sampled() -> None:
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-
-    def sampled(device: torch.device) -> Tensor:
-        chances = chances_of([7, 8, 9], 4, device)[:, 0]
-        found = sample(logits.to(device), 50, chances, 0.7, 20)
-        assert found.device == device
-        return found.cpu()
-
-    with without_float64():
-        found = sampled(CUDA)
-    assert found.equal(sampled(torch.device("cpu")))

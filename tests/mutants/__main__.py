@@ -36,7 +36,16 @@ from tests.mutants.table import ROOT, Mutant, mutants
 LIMIT = 300.0  # seconds for a mutant's tests
 ALL = 1800.0  # for all tests, without a mutant
 GREEN = 0  # pytest's status
-NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", "workdir*", "results", "*.egg-info")
+NOT_COPIED = (
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".*_cache",
+    "workdir",
+    "workdir_*",
+    "results",
+    "*.egg-info",
+)
 
 
 class Copy:

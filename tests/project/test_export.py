@@ -4,7 +4,6 @@ program can start from it. And what --model refuses."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -34,10 +33,9 @@ from tests.project.programs import (
     summary,
 )
 from tests.ranks import Ranks
-from training.export import export
 from training.launch.errors import RunError, UserError
 from training.tasks.any_text import END
-from training.trained import load_trained
+from training.trained import export, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -94,38 +92,22 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(
     found = summary(one.workdir)
     loss = found["validation_loss"]
     assert torch.cat(nats).mean().item() == pytest.approx(loss, rel=1e-6)
-    card = (folder / "README.md").read_text("utf-8")
-    score = f"bleu {found['bleu']:.3f}" if what == "pairs" else f"perplexity {math.exp(loss):.3f}"
-    assert re.search(rf"- after \d+ steps: validation_loss {loss:.3f}, {score}\n", card)
-    assert re.search(r"- trained on .* in batches of 6, seed 0, with `python ", card)
 
 
-def test_the_card_has_every_command_that_trained(
-    learned: Learn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which a run keeps: tests/training/test_results.py."""
-    monkeypatch.setattr("training.export.commands_of", lambda _: ["python a.py", "python b.py"])
-    export(load_trained(str(learned("pairs").workdir)), Path("new"))
-    card = Path("new/README.md").read_text("utf-8")
-    assert "with `python a.py`, resumed with `python b.py`\n" in card
-
-
-@pytest.mark.parametrize("page", ["its model card", "README.md"])
 def test_the_snippet_translates_as_generate_py_does(
-    pairs: Path, page: str, capsys: pytest.CaptureFixture[str]
+    pairs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
-    text = ((ROOT if page == "README.md" else pairs) / "README.md").read_text("utf-8")
+    text = (ROOT / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)
     source = re.findall(r'tokenizer\("(.*)<eos_de>"', snippet)[0]
-    trained = load_trained(str(pairs))
-    (expected,) = continuations(trained, [source], parse_generate([str(pairs)]))
+    model, tokenizer = load_trained(str(pairs))
+    (expected,) = continuations(model, tokenizer, [source], parse_generate([str(pairs)]))
     exec(snippet, {})
     assert " ".join(capsys.readouterr().out.strip().splitlines()) == expected[0]
     # A model that likes nothing but to end: after the first token nothing follows.
-    model, tokenizer = trained.model, trained.tokenizer
     model.lm_head.weight[tokenizer.eos_token_id] *= 10
     model.transformer.ln_f.weight.zero_()
     model.transformer.ln_f.bias.copy_(100 * model.lm_head.weight[tokenizer.eos_token_id])
@@ -159,7 +141,7 @@ def test_what_cannot_be_written(pairs: Path) -> None:
     for folder, why in (("full", "something is there"), ("file", "something is there"),
                         ("file/inner", "cannot be written")):  # fmt: skip
         with pytest.raises((UserError, RunError), match=f"^--export {folder}: {why}"):
-            export(load_trained(str(pairs)), Path(folder))
+            export(*load_trained(str(pairs)), Path(folder))
     assert names_in("full") == ["notes.txt"]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
+import sys
 from argparse import ArgumentError
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from project import generate
 from tests.project.conftest import Refusal
 from tests.project.programs import (
     FLOW,
+    ROOT,
     TINY,
     VGG,
     large_weights,
@@ -27,40 +29,44 @@ from tests.project.programs import (
     recomputed,
     run,
 )
-from training.export import export
 from training.launch.errors import UserError
 from training.tasks.gpt2 import gpt2_config
-from training.tasks.sampling import sample
 from training.tasks.tokens import get_tokenizer
-from training.trained import Trained, load_trained
+from training.trained import export, load_trained, source_end
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LINES = ["Häuser", "Wir sehen den Mann", "Ei", "", "Der Mann sieht das große Haus und den Vogel"]
 
 
+Trained = tuple[Any, Any]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A model whose outputs vary, in float64: in which batch a line is must not matter."""
+    """A model whose outputs vary, and its tokenizer."""
     pairs, folder = [{"de": LINES[4], "en": "The man sees"}] * 2, tmp_path_factory.mktemp("made")
     tokenizer = get_tokenizer(pairs, 300, "de", "en", folder)
+    tokenizer.model_max_length = 64
     config = gpt2_config("gpt2-mini", 320, 64, n_layer=2, n_embd=16, n_head=2)
+    config.update({"eos_token_id": tokenizer.eos_token_id})
     model = build_model(config, seed=5).double()
     for name, p in model.named_parameters():
         large_weights(name, p)
-    return Trained(model.eval().requires_grad_(False), tokenizer, 64)
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def generated(trained: Trained, lines: list[str], *options: str) -> list[list[str]]:
-    return generate.continuations(trained, lines, generate.parse_generate(["somewhere", *options]))
+    return generate.continuations(*trained, lines, generate.parse_generate(["somewhere", *options]))
 
 
 def alone(trained: Trained, line: str, most: int) -> str:
     """What follows one line, without a cache."""
-    model, tokenizer = trained.model, trained.tokenizer
+    model, tokenizer = trained
     prompt = tokenizer(line + "<eos_de>")["input_ids"]
     ids = recomputed(model, prompt, len(tokenizer), 2, min(64, len(prompt) + most))
-    return " ".join(tokenizer.decode(ids, skip_special_tokens=True).strip().splitlines())
+    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    return text.replace("\r\n", " ").replace("\n", " ")
 
 
 def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
@@ -75,38 +81,55 @@ def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
 def test_weights_are_rounded_for_a_device_without_float64(
     trained: Trained, without: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = replace(trained, model=deepcopy(trained.model))
+    copied = deepcopy(trained)
     monkeypatch.setattr("training.trained._of_transformers", lambda _: copied)
     monkeypatch.setattr("runtime.float64.WITHOUT", (without,))
-    assert load_trained("nowhere", "meta").model.dtype == getattr(torch, dtype)
+    assert load_trained("nowhere", "meta")[0].dtype == getattr(torch, dtype)
 
 
-def test_what_is_drawn_depends_on_the_seed_and_the_line_alone(trained: Trained) -> None:
+def test_what_is_drawn(trained: Trained) -> None:
     options = ["--num_samples", "3", "--top_k", "20", "--temperature", "0.7"]
     first = generated(trained, LINES, *options)
     assert [len(texts) for texts in first] == [3] * 5
-    assert len(set(first[1])) == 3
-    assert generated(trained, LINES, *options, "--batch_size", "2") == first
-    assert generated(trained, LINES[:2], *options) == first[:2]
+    assert len(set(first[1])) == 3 and first[3] == [""] * 3
+    assert generated(trained, LINES, *options) == first
     assert generated(trained, LINES, *options, "--seed", "1")[1] != first[1]
     likeliest = generated(trained, LINES[:3])
     assert generated(trained, LINES[:3], "--temperature", "1e-6") == likeliest
     assert generated(trained, LINES[:3], "--top_k", "1") == likeliest
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    """Of 1/2, 1/4, 1/8, 1/8 and a row of no token; a chance in every tenth."""
-    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0, 9.0]]).log().expand(10, 5)
-    chances = torch.arange(10, dtype=torch.float64) / 10 + 0.04
-    assert sample(logits, 4, chances, 1.0, None).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 3]
-    assert sample(logits, 4, chances, 1.0, 2).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
-    # Squared: 16, 4, 1, 1 of 22.
-    assert sample(logits, 4, chances, 0.5, None).tolist() == [0] * 7 + [1, 1, 2]
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("", []), ("\n", [""]), ("a", ["a"]), ("a\nb\n", ["a", "b"]),
+        ("a\r\n\r\nb", ["a", "", "b"]), ("a\rb\n", ["a\rb"]), ("\ufeffa\nb", ["a", "b"]),
+        ("a\x0cb\x0bc\x1cd\n", ["a\x0cb\x0bc\x1cd"]),
+        ("a\u2028b\u2029c\x85d", ["a\u2028b\u2029c\x85d"]),
+    ],
+)  # fmt: skip
+def test_where_a_line_ends(content: str, lines: list[str]) -> None:
+    Path("lines.txt").write_bytes(content.encode())
+    assert generate.read_lines(generate.parse_generate(["w", "--input", "lines.txt"])) == lines
+
+
+def test_what_is_no_model_is_known_without_torch() -> None:
+    Path("work").mkdir()
+    for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "gpt2-huge"):
+        refused(f"^{name}: there is no such folder; the --workdir of", generate.check_there, name)
+    for name in ("work", "gpt2", "openai-community/gpt2"):
+        generate.check_there(name)
+    code = "import sys, runpy; sys.argv = ['generate.py', 'nowhere']\n"
+    code += f"try: runpy.run_path({str(ROOT / 'project/generate.py')!r}, run_name='__main__')\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "generate.py: error: nowhere: there is no such folder; the --workdir of a run works\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     run(f"run_pipeline {FLOW} {TINY} --num_batches 2")
-    export(load_trained("work"), Path("exported"))
+    export(*load_trained("work"), Path("exported"))
     (checkpoint,) = Path("work/checkpoints").iterdir()
     Path("lines.txt").write_text("\n".join(LINES), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path("lines.txt").read_bytes())))
@@ -115,7 +138,7 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
     said.append(printed_by_generate("exported", *few))  # the lines of standard input
     assert said[0].count("\n") == 5
     assert said == said[:1] * 4
-    models: list[Any] = [load_trained(folder).model.state_dict() for folder in ("work", "exported")]
+    models: list[Any] = [load_trained(folder)[0].state_dict() for folder in ("work", "exported")]
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
     # Where a file was altered, the checkpoint before would do; there is none.
     with (checkpoint / "state.json").open("a") as file:
@@ -128,8 +151,8 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
 def test_a_language_may_have_any_name(trained: Trained, tmp_path: Path) -> None:
     """It is the key of its column, such as zh-CN."""
     tokenizer = get_tokenizer([{"zh-CN": "a", "en": "b"}], 300, "zh-CN", "en", tmp_path)
-    assert Trained(trained.model, tokenizer, 64).source_end == "<eos_zh-CN>"
-    assert trained.source_end == "<eos_de>"
+    assert source_end(tokenizer) == "<eos_zh-CN>"
+    assert source_end(trained[1]) == "<eos_de>"
 
 
 def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
