@@ -161,7 +161,7 @@ def _sharded_step(stage: int) -> dict[str, float]:
 
 def _pipeline_step() -> dict[str, float]:
     x, y = torch.randn(2, SEQUENCES, POSITIONS, WIDTH).unbind(0)
-    with sharing(False), ProcessPipe(make_layers(), (LAYERS // 2, LAYERS // 2)) as pipe:
+    with ProcessPipe(make_layers(), (LAYERS // 2, LAYERS // 2)) as pipe:
         m = MICROBATCHES[0]
         sent = _counted(lambda: pipe.train_step(x, y, _squares, num_microbatches=m))
     return {"sent pipeline": sent}

@@ -11,7 +11,6 @@ and, in fewer rounds:
 
 - gradients last: the list of whole backwards, in which the weights' gradients are computed before
   the activations' are sent, as PyTorch does;
-- gloo: ProcessPipe without shared memory;
 - threads: the same lists run by `Pipe` in one process, for comparison.
 
 Weights are not updated: every step computes the same loss and gradients, which are compared.
@@ -43,7 +42,6 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES as WHOLE
-from tests.ranks import sharing
 from training.launch.launch import launch
 from training.launch.world import World
 from training.options import Options
@@ -51,7 +49,7 @@ from training.options import Options
 MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 5, 3
 SCHEDULES = ("gpipe", "1f1b", "zb")
 HALF = BLOCKS // K
-VARIANTS = ("", "gradients last, ", "gloo, ")
+VARIANTS = ("", "gradients last, ")
 TORCH, LAST, DEFAULT = "torch", "gradients last", "ours"
 
 
@@ -75,8 +73,7 @@ class _Bench:
         use_cores(self.own)
         self.pipes = {}
         for name in VARIANTS:
-            with sharing("gloo" not in name):
-                self.pipes[name] = ProcessPipe(make_blocks(), [HALF] * K)
+            self.pipes[name] = ProcessPipe(make_blocks(), [HALF] * K)
         self.part = make_blocks()[HALF * world.rank : HALF * (world.rank + 1)]
         use_cores(self.cores)
         placed = [WithDevice(b, f"cpu:{i // HALF}") for i, b in enumerate(make_blocks())]

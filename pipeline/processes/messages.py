@@ -1,4 +1,4 @@
-"""Links between processes, and the values sent over them, as self-describing bytes.
+"""Values that are sent between processes, as self-describing bytes.
 
 A value is a tensor, or tuples, lists and dicts of tensors, numbers, texts, enumerations,
 NamedTuples and what is registered with torch.utils._pytree. Its head is its pickle, with a place
@@ -9,7 +9,7 @@ appears twice is one tensor on the other side too.
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
 
-Unpickling can run code: only classes of values are unpickled, see `_Received`. (Torch's own object
+Unpickling can run code: only classes of values are unpickled, see `Received`. (Torch's own object
 collectives, which compare the ranks at the start of a run, unpickle anything: the network between
 the ranks must be a trusted one.)
 """
@@ -24,17 +24,10 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from runtime.shared_memory import ALIGNMENT, aligned
-
-
-class PeerError(dist.DistError):
-    """The other end of a link has failed, ended, or been silent for too long. A `DistError`, like
-    torch's own errors of this kind: the cause is on another rank."""
-
 
 _Place = tuple[int, tuple[int, ...], torch.dtype, bool]  # offset in bytes, shape, requires_grad
 
@@ -61,12 +54,12 @@ class Message(pickle.Pickler):
         return self._tensors[id(value)][1]
 
     def write(self, body: Tensor) -> None:
-        """Copy the tensors into ``body``, a tensor of bytes."""
+        """Copies the tensors into ``body``, a tensor of bytes."""
         for tensor, place in self._tensors.values():
             _at(body, place).copy_(tensor.detach())
 
 
-class _Received(pickle.Unpickler):
+class Received(pickle.Unpickler):
     """A value on the other side. Its tensors are views of ``body``."""
 
     def __init__(self, head: bytes, body: Tensor) -> None:
@@ -101,48 +94,6 @@ def _is_of_values(kind: Any) -> bool:
         or issubclass(kind, Enum)
         or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
     )
-
-
-class Link:
-    """Both directions between two ranks. Messages arrive in the order in which they were sent.
-
-    `put`, `get` and `flush` raise `PeerError` if the other end is lost, or silent for `timeout`
-    seconds; where messages go through a process group, for those of the group.
-    """
-
-    timeout = 300.0
-
-    def __init__(self) -> None:
-        self._early: dict[Any, Any] = {}  # by key: arrived before it was asked for
-
-    def put(self, key: Any, value: Any) -> None:
-        """Send a value; does not wait until it is received."""
-        self.send(Message((key, value)))
-
-    def get(self, key: Any) -> Any:
-        """Wait for the value sent under ``key``."""
-        while key not in self._early:
-            arrived, value = _Received(*self.receive()).load()
-            self._early[arrived] = value
-        return self._early.pop(key)
-
-    def send(self, message: Message) -> None:
-        """Does not wait until it is received."""
-        raise NotImplementedError
-
-    def receive(self) -> tuple[bytes, Tensor]:
-        """Wait for the next message: its head and its body."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """At the end of a step: wait until this process may end without losing what it sent."""
-
-    def fail(self, reason: str) -> None:
-        """Tell the other end why nothing more will come, if this link can. Call `close` next."""
-
-    def close(self) -> None:
-        """Hang up."""
-        raise NotImplementedError
 
 
 def _at(body: Tensor, place: _Place) -> Tensor:

@@ -1,13 +1,14 @@
-"""The links of one rank of a pipeline of processes, and everything sent over them.
+"""What one rank of a pipeline of processes sends to others, and receives.
 
 `Dataflow` sends activations and gradients. Also sent are the loss, known only to the rank with the
 last stage, and the gradients of parameters shared by several ranks. All use the same links, so a
 rank that fails or dies ends every kind of wait alike. Two ranks have one link, however many of
-their stages are neighbours: the key of a message names its kind, its ends and the micro-batch.
+their stages are neighbours.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import combinations, pairwise
@@ -18,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipeline.schedules.schedule import BACKWARD_WEIGHT, FORWARD, Schedule
 from runtime.graph import Gradients
 from runtime.guards import overlapping
 from runtime.mesh import message_groups
 
-from .group_messages import open_group_links
-from .messages import Link, PeerError
-from .shared_messages import open_shared_links
+from .links import InFlight, Link, PeerError, close_groups, open_links, wait_for
 
 Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting, with its recorder
 
@@ -34,7 +34,8 @@ class PeerChannel:
     the channels of `Dataflow`, or ranks. ``what`` names the kind and the ends.
 
     ``peer``: the global rank at the other end, for the recorder. ``shared``: by micro-batch, the
-    leaves of a received value that shared memory on the sender.
+    leaves of a received value that shared memory on the sender. ``most``: messages whose memory is
+    kept; a send waits for the one that so many came after, see `Neighbours.start_step`.
     """
 
     def __init__(
@@ -42,24 +43,40 @@ class PeerChannel:
     ) -> None:
         self._link, self._peer, self._acting = link, peer, acting
         self._what, self._ends = what, ends
+        self._sends: deque[deque[InFlight]] = deque()  # of messages that may be under way
+        self.most = 1
         self.shared: dict[int, tuple[int, ...]] = {}
 
     def put(self, i: int, value: Any) -> None:
-        """Send micro-batch i (-1: none); does not wait until it is received."""
+        """Sends micro-batch i (-1: none); does not wait until it is received."""
         shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
-        with _told(f"handing {self._what}", i), self._acting("send", self._ends[0], i, self._peer):
+        with (
+            _annotated(f"handing {self._what}", i),
+            self._acting("send", self._ends[0], i, self._peer),
+        ):
             # every tensor arrives as a copy, which does not show what it shared
-            self._link.put((self._what, i), (value, shared))
+            self._sends.append(deque(self._link.send(self._what, i, (value, shared))))
+            self.wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
-        """Wait for micro-batch i. Messages may arrive before the schedule needs them."""
+        """Waits for micro-batch i. Messages may arrive before the schedule needs them."""
         _, end = self._ends
-        with _told(f"waiting for {self._what}", i), self._acting("receive", end, i, self._peer):
-            value, self.shared[i] = self._link.get((self._what, i))  # shared: for the stage
+        with (
+            _annotated(f"waiting for {self._what}", i),
+            self._acting("receive", end, i, self._peer),
+        ):
+            value, self.shared[i] = self._link.receive(self._what, i)  # shared: for the stage
         return value
 
+    def wait_for_sends(self, most: int = 0) -> None:
+        """Waits until at most so many messages are under way."""
+        while len(self._sends) > most:
+            transfers = self._sends.popleft()
+            while transfers:
+                wait_for(transfers)
+
     def stop(self) -> None:
-        """Does nothing: `Neighbours.fail` tells the other ranks, with the reason."""
+        """Does nothing: `Neighbours.close` ends the other ranks' waits."""
 
 
 class Neighbours:
@@ -68,8 +85,7 @@ class Neighbours:
 
     ``ranks``: the rank of each stage. ``tied``: for each parameter used by several stages, its name
     and the ranks of those. ``messages``: groups from `message_groups`; without them all ranks of
-    the world are here, and make them where memory is not shared. All ranks must make theirs
-    together.
+    the world are here, and make them. All ranks must make theirs together.
     """
 
     def __init__(
@@ -89,12 +105,12 @@ class Neighbours:
         linked += [pair for users in tied.values() for pair in combinations(users, 2)]
         # the lower rank first
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
-        links: Mapping[int, Link] | None = None if pairs else {}  # one rank alone: no links
-        if links is None and device.type == "cpu":
-            links = open_shared_links(pairs, group, timeout)  # None: on several machines
-        if links is None:  # all ranks agree on this
-            links = open_group_links(pairs, messages or _of_all(group, timeout), device)
-        self.links = links  # by peer
+        self.links: dict[int, Link] = {}  # by peer; one rank alone has none
+        self._groups = list(messages)
+        if pairs:
+            self._groups = self._groups or _of_all(group, timeout)
+            self.links = open_links(pairs, self._groups, device)
+        self._channels: dict[str, PeerChannel] = {}  # by what they send, and between which ends
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, PeerChannel] = {}
         self.down: dict[int, PeerChannel] = {}
@@ -151,22 +167,36 @@ class Neighbours:
                 if mine is not None:
                     mine.copy_(value)
 
-    def flush(self) -> None:
-        """At the end of a step: see `Link.flush`."""
-        for peer, link in self.links.items():
-            with _told(f"handing messages from rank {self.rank} to rank {peer}"):
-                link.flush()
+    def start_step(self, schedule: Schedule) -> None:
+        """Keeps the memory of as many messages as the schedule has under way, and not of one per
+        micro-batch.
 
-    def fail(self, reason: str) -> None:
-        """Tell all neighbours why nothing more will come, and hang up."""
-        for link in self.links.values():  # all are told before any link closes
-            link.fail(reason)
-        self.close()
+        Say that stage s - 1 holds at most n micro-batches between their forward and backward. When
+        it sends its k-th activation, it has the gradients of at least k - n micro-batches, so stage
+        s has received at least k - n activations. When stage s sends its k-th gradient, stage s - 1
+        has run at least k forwards, hence k - n backwards, for which it received the gradients.
+        """
+        for s in self.up:  # the boundary between stages s - 1 and s
+            held = most = 0
+            for kind, stage, _ in schedule[self._ranks[s - 1]]:
+                if stage == s - 1 and kind != BACKWARD_WEIGHT:
+                    held += 1 if kind == FORWARD else -1
+                    most = max(most, held)
+            self.up[s].most = self.down[s].most = most
+
+    def finish_step(self) -> None:
+        """Waits until this process may end without losing what it sent."""
+        for what, channel in self._channels.items():
+            with _annotated(f"handing {what}"):
+                channel.wait_for_sends()
 
     def close(self) -> None:
-        """Hang up. The neighbours notice when they next wait for this rank."""
+        """Hangs up. The neighbours notice when they next wait for this rank."""
+        self._channels.clear()
+        self.up, self.down = {}, {}
         for link in self.links.values():
             link.close()
+        close_groups(self._groups)
 
     def _to(self, peer: int, what: str, value: Any) -> None:
         self._channel(peer, what, (self.rank, peer), "rank").put(-1, value)
@@ -177,7 +207,9 @@ class Neighbours:
     def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> PeerChannel:
         name = peer if self._group is None else dist.get_global_rank(self._group, peer)
         what = f"{what} from {places} {ends[0]} to {places} {ends[1]}"
-        return PeerChannel(self.links[peer], name, self._acting, what, ends)
+        if what not in self._channels:
+            self._channels[what] = PeerChannel(self.links[peer], name, self._acting, what, ends)
+        return self._channels[what]
 
 
 def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.ProcessGroup]:
@@ -185,14 +217,14 @@ def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.Proces
     here, there = dist.get_world_size(group), dist.get_world_size()
     if here != there:
         raise ValueError(
-            f"a pipeline of {here} of {there} ranks, which do not share memory: all ranks make its "
-            "groups together, so give messages=make_mesh(...).messages, or of message_groups(...)"
+            f"a pipeline of {here} of {there} ranks: all ranks make the groups of its messages "
+            "together, so give messages=make_mesh(...).messages, or of message_groups(...)"
         )
     return message_groups(range(there), timeout)
 
 
 @contextmanager
-def _told(way: str, i: int = -1) -> Iterator[None]:
+def _annotated(way: str, i: int = -1) -> Iterator[None]:
     """Adds to a `PeerError` which transfer it ended, of micro-batch i if there is one."""
     try:
         yield

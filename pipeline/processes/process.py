@@ -8,8 +8,8 @@
 
 The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
 the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
-self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
-and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
+self-describing message (messages.py), sent through process groups (links.py). Model parallelism is
+a pipeline with one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
@@ -56,7 +56,7 @@ from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 
-from .messages import PeerError
+from .links import PeerError
 from .neighbours import Neighbours
 
 _GRACE = 0.2  # seconds that a failure's consequences wait, so that its cause is reported first
@@ -78,7 +78,7 @@ class ProcessPipe:
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
             receive and all_reduce (of tied gradients); micro-batch below 0: none.
         recompute: a mode of runtime/recompute.py.
-        timeout: seconds that a neighbour may be silent.
+        timeout: seconds that a neighbour may be silent; `messages` have limits of their own.
 
     Raises ValueError if sizes, ranks and layers do not fit.
     """
@@ -131,11 +131,6 @@ class ProcessPipe:
         )  # fmt: skip
         self._broken: str | None = None
 
-    def set_timeouts(self, seconds: float) -> None:
-        """From now on a neighbour may be silent for so long. (Groups have limits of their own.)"""
-        for link in self._neighbours.links.values():
-            link.timeout = seconds
-
     def close(self) -> None:
         """Hang up. Call it after the last step of all ranks, when every message was received."""
         self._broken = self._broken or "it is closed"
@@ -161,7 +156,7 @@ class ProcessPipe:
         Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
         the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
         they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises the error of
-        this rank's stages, or `messages.PeerError` for a failure on another rank. After an error
+        this rank's stages, or `links.PeerError` for a failure on another rank. After an error
         the pipe cannot be used again.
         """
         with self._step(), torch.enable_grad():
@@ -172,6 +167,7 @@ class ProcessPipe:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut_batch(x, target, sizes)
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
+            self._neighbours.start_step(lists)
             mine = self.named_parameters()
             tied = {name: mine[name] for name in self._tied if name in mine}
             # During the last backward a stage delivers layer by layer, so that data-parallel
@@ -253,15 +249,15 @@ class ProcessPipe:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """An error inside is reported to the neighbours, and by them to theirs."""
+        """An error inside ends the waits of the neighbours, and theirs those of their own."""
         if self._broken is not None:
             raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
         try:
             yield
-            self._neighbours.flush()  # sends may still be under way
+            self._neighbours.finish_step()  # sends may still be under way
         except BaseException as error:
             self._broken = _in_one_line(error)
-            self._neighbours.fail(self._broken)  # before the sleep: others may be waiting
+            self._neighbours.close()  # before the sleep: others may be waiting
             if isinstance(error, PeerError):
                 time.sleep(_GRACE)
             raise

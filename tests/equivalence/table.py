@@ -259,8 +259,6 @@ def _stages() -> Iterator[Row]:
         for what, trained in SPECIAL.items():
             yield Row(f"threads2-{schedule}-{what}", 1, threads((3, 5), schedule, 4), trained)
             yield Row(f"pipeline2-{schedule}-{what}", 2, staged((3, 5), schedule, 4), trained)
-        gloo = staged((1, 6, 1), schedule, 4)
-        yield Row(f"pipeline3-{schedule}-gloo", 3, gloo, TEXT)
         for n in (2, 3) if schedule == "zb" else (2,):
             build = staged(VGG[n - 1], schedule, 4)
             yield Row(f"pipeline{n}-{schedule}-vgg16", n, build, Noise(11, 8))
@@ -287,7 +285,6 @@ def _chunks() -> Iterator[Row]:
         for what, trained in (SPECIAL | {"dropout": DROPPED}).items():
             yield Row(f"threads2-{schedule}-{what}", 1, threads(cut, schedule, 4, 2), trained)
             yield Row(f"pipeline2-{schedule}-{what}", 2, on_ranks, trained)
-        yield Row(f"pipeline2-{schedule}-gloo", 2, on_ranks, TEXT)
         build = staged((4, 3, 5, 4), schedule, 4, chunks=2)
         yield Row(f"pipeline2-{schedule}-vgg16", 2, build, Noise(11, 8))
         yield Row(f"pipeline2-{schedule}-twice", 2, on_ranks, DROPPED, 2, "second run")

@@ -178,8 +178,8 @@ def _threads(case: Case, _: int) -> Found:
 
 def _process(case: Case, _: int) -> Found:
     """`ProcessPipe`."""
-    share, m = sharing(case.options["share_memory"]), case.options["m"]
-    with share, ProcessPipe(case.model(), case.sizes, timeout=30.0) as pipe:
+    m = case.options["m"]
+    with ProcessPipe(case.model(), case.sizes, timeout=30.0) as pipe:
 
         def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)

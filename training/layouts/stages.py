@@ -191,11 +191,6 @@ class Staged(MeshLayout):
             held["gradients"] += sum(g.nbytes for g in gradients if g is not None)
         return held
 
-    def set_timeouts(self, seconds: float) -> None:
-        """From now on a rank waits so long for another, also for a message."""
-        super().set_timeouts(seconds)
-        self.pipe.set_timeouts(seconds)
-
     def close(self) -> None:
         """Closes the buckets and the pipe."""
         if self.buckets is not None:

@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -20,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.processes.messages import Message, PeerError, _Received
+from pipeline.processes.links import PeerError, wait_for
+from pipeline.processes.messages import Message, Received
 from pipeline.processes.process import ProcessPipe
 from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
-from tests.ranks import Ranks, sharing
+from tests.ranks import Ranks
 from tests.training.test_checkpoint import Touch
 
 SOON = 10.0  # seconds; the time-out of the pipes is 30
@@ -44,13 +47,13 @@ def evaluate(pipe: ProcessPipe, x: Tensor, _: Tensor) -> None:
     pipe.forward(x)
 
 
-def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) -> list[Any]:
+def _blown(_: int, __: int, culprit: int, where: str, step: Any) -> list[Any]:
     layers, sizes, fuse = list(tower()), [2, 2, 2], Fuse()
     layers.insert(2 * culprit + 1, fuse)
     sizes[culprit] += 1
     layers[0].train(False)
     modes = [layer.training for layer in layers]
-    with sharing(share), ProcessPipe(nn.Sequential(*layers), sizes, timeout=30) as pipe:
+    with ProcessPipe(nn.Sequential(*layers), sizes, timeout=SOON) as pipe:
         step(pipe, *batch(8))
         pipe.module.zero_grad()
         fuse.armed = (where, ZeroDivisionError)
@@ -63,15 +66,14 @@ def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) ->
     return found
 
 
-@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(
     ("culprit", "where", "step"),
     [(0, "backward", one_f_one_b), (1, "backward", one_f_one_b), (1, "forward", evaluate)],
 )
 def test_an_error_on_one_stage_ends_all_and_says_where(
-    three_ranks: Ranks, share: bool, culprit: int, where: str, step: Any
+    three_ranks: Ranks, culprit: int, where: str, step: Any
 ) -> None:
-    for rank, (first, second) in enumerate(three_ranks.run(_blown, share, culprit, where, step)):
+    for rank, (first, second) in enumerate(three_ranks.run(_blown, culprit, where, step)):
         text, notes = first if first[0] != "nothing" else second
         place = f"of micro-batch 0 on stage {culprit}"
         if rank == culprit:
@@ -81,21 +83,17 @@ def test_an_error_on_one_stage_ends_all_and_says_where(
         else:
             waiting = rf"waiting for [\w ]+ to (stage|rank) {rank}"
             assert re.match(rf"PeerError: ({waiting}|handing) ?", text), text
-            assert place in text or not share
         if first[0] != "nothing":
             assert second[0].startswith("RuntimeError: the pipe cannot be used any more: ")
 
 
 def _survivor(rank: int, _: int) -> list[str]:
-    pipes = []
-    for share in (True, False):
-        with sharing(share):
-            pipes.append(ProcessPipe(tower(), [2, 4], timeout=30))
-            one_f_one_b(pipes[-1], *batch(8))
+    pipe = ProcessPipe(tower(), [2, 4], timeout=30)
+    one_f_one_b(pipe, *batch(8))
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return [caught(one_f_one_b, pipe, *batch(8))[0] for pipe in pipes]
+    return [caught(one_f_one_b, pipe, *batch(8))[0]]
 
 
 def test_a_rank_that_is_killed_ends_the_wait_of_its_neighbour(ranks: Ranks) -> None:
@@ -170,7 +168,7 @@ def sent(value: Any) -> Any:
     message = Message(value)
     body = torch.zeros(message.nbytes, dtype=torch.uint8)
     message.write(body)
-    return _Received(message.head, body).load()
+    return Received(message.head, body).load()
 
 
 def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) -> None:
@@ -190,52 +188,70 @@ def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) 
     assert not touched.exists()
 
 
-def _talk(rank: int, _: int, share: bool) -> None:
+def _talk(rank: int, _: int, apart: bool) -> None:
     """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
-    with sharing(share), ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+    groups = [dist.new_group() for _ in range(2)] if apart else []  # as between GPUs
+    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
-        for k, rows in enumerate((5, 5, 3, 3000, 5, 3001)):
+        link._bodies = groups if rank == 0 else groups[::-1]
+        for k, rows in enumerate((5, 5, 3, 3000, 5, 3001, 2900)):
             if rank == 0:
-                link.put(("value", k), value(rows))
-                link.put(("rows", k), torch.tensor(rows))
+                sends = [*link.send("value", k, value(rows)), *link.send("value", -k - 1, rows)]
+                for work, _memory in sends:
+                    work.wait()
             else:
-                assert link.get(("rows", k)) == rows
-                assert_arrived(link.get(("value", k)), rows)
-            link.flush()
+                assert link.receive("value", -k - 1) == rows
+                assert_arrived(link.receive("value", k), rows)
             dist.barrier()
         if rank == 1:
-            link.put("last", "words")
-            link.flush()
+            link.send("last", 0, "words")[0][0].wait()
             return
-        assert not share or len(link._buffers) <= 2  # used again
         time.sleep(0.5)  # it has hung up
-        assert link.get("last") == "words"
+        assert link.receive("last", 0) == "words"
         with pytest.raises(PeerError, match="it has ended"):
-            link.get("more")
+            link.receive("more", 0)
         with pytest.raises(PeerError, match="it has ended"):
             for _ in range(100):
-                link.put("nobody", "reads this")
-                link.flush()
+                wait_for(deque(link.send("nobody", 0, "reads this")))
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("apart", [False, True])
 def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
-    ranks: Ranks, share: bool
+    ranks: Ranks, apart: bool
 ) -> None:
-    ranks.run(_talk, share)
+    ranks.run(_talk, apart)
+
+
+def _transfers(rank: int, _: int) -> list[int]:
+    """The sizes of the transfers of rank 0's messages, which have 1,000 to 16,000 numbers."""
+    sizes = []
+    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+        link: Any = pipe._neighbours.links[1 - rank]
+        for k, thousands in enumerate((1, 1, 4, 4, 16, 1, 15)):
+            x = torch.ones(thousands, 1000, dtype=torch.float64)
+            if rank == 0:
+                sends = link.send("x", k, x)
+                sizes.append(len(sends))
+                for work, _memory in sends:
+                    work.wait()
+            else:
+                assert link.receive("x", k).equal(x)
+    return sizes
+
+
+def test_a_message_like_the_one_before_is_one_transfer(ranks: Ranks) -> None:
+    """And two after one that was shorter: both ends expect what they have seen."""
+    assert ranks.run(_transfers)[0] == [2, 1, 2, 1, 2, 1, 2]
 
 
 def _silence(rank: int, _: int) -> None:
-    with ProcessPipe(tower(), [2, 4], timeout=0.05) as pipe:
-        link: Any = pipe._neighbours.links[1 - rank]
+    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+        pipe._neighbours._groups[0].set_timeout(timedelta(seconds=0.2))
         if rank == 0:
-            with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
-                link.get("anything")
-            with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
-                for k in range(10_000):
-                    link.put(k, None)
+            with pytest.raises(PeerError, match=r"^waiting for what .* rank 1 to rank 0: it has "):
+                pipe._neighbours.from_last(None)
         dist.barrier()
 
 
-def test_a_neighbour_that_is_silent_and_one_that_does_not_read(ranks: Ranks) -> None:
+def test_a_neighbour_that_is_silent_is_not_waited_for_longer(ranks: Ranks) -> None:
     ranks.run(_silence)

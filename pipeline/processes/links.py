@@ -1,0 +1,233 @@
+"""Messages between two ranks, through process groups.
+
+Problem. Stages must exchange activations and gradients while both sides compute, in the order of
+any schedule, without a cycle of ranks that wait for each other.
+
+Idea. Sends are asynchronous; their memory is kept until they are done. A receive is posted ahead,
+so that a message travels while its receiver computes. But a receive has a size, and the shapes of
+activations are known only when they arrive. Both ends have seen the same messages, so both expect
+the next one to be as long as the one before. The first transfer has exactly that size; what a
+longer message has left follows in a second one, which the first announces.
+
+    expected size     4096                        270400                  270400
+    transfers       | start, head, body .. | .. | | start, head, body | | start, head, body |
+
+Each kind of message (activations into stage 1, gradients out of it, ...) is a stream with a tag of
+its own, since messages of one kind are alike. So in a step like the one before each message is one
+transfer, whose receive was posted when the previous one had arrived.
+
+Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
+through the device's own groups. Each direction has its group: NCCL runs the messages of one group
+and pair of ranks in order, on one stream beside the compute stream. It knows no tags, so there all
+kinds share a stream, and bodies are received in the order in which they were sent. Ranks that share
+a GPU have gloo alone, which sends from the CPU's memory: there the body goes through it, and both
+ends wait. The groups come from runtime/mesh.py: all ranks of a run make them together.
+
+A rank that fails closes its connections; ranks that notice close theirs too.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.shared_memory import aligned
+
+from .messages import Message, Received
+
+_START = struct.Struct("<qqqq")  # lengths of head and body; kind, micro-batch
+_FIRST_SIZE = 4096  # bytes expected of the first message of a stream
+
+InFlight = tuple[dist.Work, Tensor]
+"""A transfer under way, and its memory."""
+
+
+class PeerError(dist.DistError):
+    """The other end of a link has failed, ended, or been silent for as long as its group allows. A
+    `DistError`, like torch's own errors of this kind: the cause is on another rank."""
+
+
+class _Stream:
+    """Messages in both directions with one tag, in order. The two directions expect sizes of their
+    own."""
+
+    def __init__(self) -> None:
+        self.size_out = self.size_in = _FIRST_SIZE  # bytes of the next first transfer
+        self.posted: deque[InFlight] = deque()  # receives: at most one
+        self.lost = ""  # why no receive could be posted
+        self.early: dict[tuple[int, int], Any] = {}  # arrived before they were asked for
+
+
+class Link:
+    """A link with the global rank ``peer``. ``bodies``: the groups for the bodies that this rank
+    sends, and receives, on ``device``; none if they go through the CPU's memory."""
+
+    def __init__(
+        self,
+        heads: dist.ProcessGroup,
+        bodies: Sequence[dist.ProcessGroup],
+        peer: int,
+        device: torch.device,
+    ) -> None:
+        self._heads: dist.ProcessGroup | None = heads
+        self._bodies, self._peer, self._device = bodies, peer, device
+        self._streams: dict[int, _Stream] = {}  # by tag
+
+    def send(self, kind: str, i: int, value: Any) -> list[InFlight]:
+        """Starts to send the value of micro-batch i; the caller waits for the transfers later."""
+        message, number = Message(value), _number(kind)
+        begin = aligned(_START.size + len(message.head))  # bytes before the body
+        size = begin if self._bodies else begin + message.nbytes
+        tag, stream = self._stream(number)
+        envelope = torch.empty(max(size, stream.size_out), dtype=torch.uint8, device="cpu")
+        start = _START.pack(len(message.head), message.nbytes, number, i) + message.head
+        envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        body = envelope[begin:]
+        if self._bodies:
+            body = torch.empty(message.nbytes, dtype=torch.uint8, device=self._device)
+        message.write(body)  # before its transfer starts
+        first, rest = envelope[: stream.size_out], envelope[stream.size_out : size]
+        stream.size_out = _next_size(size, stream.size_out)
+        sends = [(memory, self._heads, tag) for memory in (first, rest) if len(memory)]
+        if self._bodies and message.nbytes:
+            sends.append((body, self._bodies[0], 0))
+        return [
+            (_call(dist.isend, memory, self._peer, group, tag), memory)
+            for memory, group, tag in sends
+        ]
+
+    def receive(self, kind: str, i: int) -> Any:
+        """Waits for the value of micro-batch i. Others may arrive before it."""
+        number = _number(kind)
+        tag, stream = self._stream(number)
+        while (number, i) not in stream.early:
+            key, value = self._next(tag, stream)
+            stream.early[key] = value
+        return stream.early.pop((number, i))
+
+    def close(self) -> None:
+        """Hangs up. A gloo connection closes with its last reference, and a rank that waits at the
+        other end gets an error."""
+        self._streams.clear()
+        self._heads, self._bodies = None, ()
+
+    def _stream(self, number: int) -> tuple[int, _Stream]:
+        tag = 0 if self._bodies else number
+        return tag, self._streams.setdefault(tag, _Stream())
+
+    def _next(self, tag: int, stream: _Stream) -> tuple[tuple[int, int], Any]:
+        """Waits for the next message of a stream: its kind and micro-batch, and its value."""
+        if not stream.posted:
+            self._post(tag, stream)
+        if not stream.posted:
+            raise PeerError(stream.lost)
+        envelope = wait_for(stream.posted)
+        length, nbytes, number, i = _START.unpack(envelope[: _START.size].numpy().tobytes())
+        begin = aligned(_START.size + length)
+        size = begin if self._bodies else begin + nbytes
+        if size > len(envelope):  # longer than expected: the rest follows
+            envelope = torch.cat([envelope, envelope.new_empty(size - len(envelope))])
+            rest = envelope[stream.size_in :]
+            wait_for(deque([(_call(dist.irecv, rest, self._peer, self._heads, tag), rest)]))
+        stream.size_in = _next_size(size, stream.size_in)
+        self._post(tag, stream)  # the next travels while this one is used
+        head = envelope[_START.size : _START.size + length].numpy().tobytes()
+        body = envelope[begin : begin + nbytes].to(self._device)  # on a CPU a view
+        if self._bodies:
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            if nbytes:
+                # NCCL: the stream waits, not the host
+                _call(dist.irecv, body, self._peer, self._bodies[1]).wait()
+        return (number, i), Received(head, body).load()
+
+    def _post(self, tag: int, stream: _Stream) -> None:
+        """Posts the next receive. If the other end has hung up, only the next `receive` raises: the
+        message that has just arrived may have been the last."""
+        memory = torch.empty(stream.size_in, dtype=torch.uint8, device="cpu")
+        try:
+            work = _call(dist.irecv, memory, self._peer, self._heads, tag)
+            stream.posted.append((work, memory))
+        except PeerError as error:
+            stream.lost = str(error)
+
+
+def open_links(
+    pairs: Sequence[tuple[int, int]], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> dict[int, Link]:
+    """This rank's links, by peer, through the ``groups`` of `runtime.mesh.message_groups`. All
+    their ranks must call it together; ``pairs``: the linked pairs of ranks, the same on all."""
+    heads, *bodies = groups  # bodies: up, down; or none
+    rank, members = dist.get_rank(heads), dist.get_process_group_ranks(heads)  # members: global
+    bodies = bodies if device.type != "cpu" else []
+    links: dict[int, Link] = {}
+    for low, high in pairs:  # in the same order on all ranks: no cycle of waits
+        if rank not in (low, high):
+            continue
+        peer = high if rank == low else low
+        # to send on, to receive on: the lower rank sends on `up`
+        ways = bodies if rank == low else bodies[::-1]
+        links[peer] = Link(heads, ways, members[peer], device)
+        for sender in (low, high) if bodies else ():  # NCCL connects with the first message
+            if rank != sender:
+                links[peer].receive("hello", -1)
+                continue
+            hello = deque(links[peer].send("hello", -1, torch.zeros(1, device=device)))
+            while hello:
+                wait_for(hello)
+    return links
+
+
+def close_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Closes the connections of gloo, and empties the list. NCCL would wait for the other ranks, so
+    its groups stay until the process ends."""
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized() and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+
+
+def wait_for(transfers: deque[InFlight]) -> Tensor:
+    """Waits for the first of the transfers, and returns its memory. A connection closes only when
+    nothing refers to it any more, and a traceback refers to the locals of its functions: so the
+    error is raised without it."""
+    work, memory = transfers.popleft()
+    problem = ""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        problem = _one_line(error)
+    del work
+    if problem:
+        raise PeerError(problem)
+    return memory
+
+
+def _next_size(size: int, expected: int) -> int:
+    """The size that both ends expect of the next message: a little shorter ones are padded, rather
+    than that the one after them takes two transfers."""
+    return max(size, expected * 3 // 4)
+
+
+def _number(kind: str) -> int:
+    """The tag of a kind of messages, the same on both ends."""
+    return zlib.crc32(kind.encode()) >> 1
+
+
+def _call(transfer: Callable[..., dist.Work | None], *args: Any) -> dist.Work:
+    try:
+        work = transfer(*args)
+    except RuntimeError as error:
+        raise PeerError(_one_line(error)) from None
+    assert work is not None
+    return work
+
+
+def _one_line(error: RuntimeError) -> str:
+    return f"it has ended, or is silent: {str(error).splitlines()[0]}"
