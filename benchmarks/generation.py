@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
-from project.utils import setup_of
 from training.launch.world import World
 from training.layouts.replicated import Replicated
+from training.layouts.setup import setup_of
 from training.tasks.tokens import eos
 from training.tasks.translation import TranslationTask
 

@@ -44,7 +44,6 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import RESULTS, alternate, ratio_of, summarize
 from project.train import parse_train, read_texts
-from project.utils import setup_of
 from tests.device import NUMBER, environment
 from tests.device.guard import missing
 from tests.device.seen import watch
@@ -56,7 +55,7 @@ from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup
+from training.layouts.setup import Setup, setup_of
 from training.optimization import Optimizers, Recipe
 from training.options import Options
 from training.tasks.language import LanguageTask

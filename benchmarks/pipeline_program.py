@@ -19,8 +19,8 @@ import torch
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts
 from project.run_pipeline import choose_devices, parse_pipeline
-from project.utils import setup_of
 from training.launch.world import World
+from training.layouts.setup import setup_of
 from training.layouts.threads import StagesInThreads
 from training.tasks.translation import TranslationTask
 

@@ -15,13 +15,13 @@ from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse_from_object
 
 from project.command_line import Parser, is_it, underscored
-from training.options import Options, flag
+from training.options import O, Options, flag
 
 # What options are called by the courses.
 ALIASES = {
@@ -29,8 +29,6 @@ ALIASES = {
     "--cores_per_rank": ["--cores_per_worker"],
     "--num_microbatches": ["--accumulation_steps", "--n_chunk"],
 }
-
-O = TypeVar("O", bound=Options)  # noqa: E741
 
 documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
 
@@ -61,7 +59,7 @@ def parse_options(
     found = vars(parser.parse_args([*words, *line]))  # what comes later wins
     found.pop("config", None)
     printing = found.pop("print_config", False)
-    options = kind(**found)
+    options = kind(**found, typed=frozenset(found))
     if printing:
         values = {name: getattr(options, name) for name in shown(kind)}
         values["workdir"] = values["workdir"] and str(values["workdir"])

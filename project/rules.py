@@ -21,13 +21,13 @@ from typing import Any
 from runtime.cores import core_slice
 from training.launch.errors import UserError, counted, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.options import ONLY, VGG, Options, spelt
+from training.optimization import check_warmup
+from training.options import ONLY, VGG, O, Options, spelt
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
-from training.tasks.task import steps_of_epoch
 
 from .command_line import is_it
-from .parser import O, shown
+from .parser import shown
 
 SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
@@ -122,7 +122,7 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule
     if args.compile:
         yield of_compile(kind == "cuda")
     if args.num_batches is not None:
-        yield warmup(args, 0)
+        check_warmup(args, 0)
 
 
 def of_compile(on_gpu: bool) -> Rule:
@@ -144,16 +144,6 @@ def of_recompute(args: Options, one_at_a_time: bool) -> list[Rule]:
          "every micro-batch is the last one held: nothing would be recomputed",
          "--recompute always works"),
     ]  # fmt: skip
-
-
-def warmup(args: Options, num_examples: int) -> Rule:
-    """The warm-up must end before the run does."""
-    steps = args.num_batches or args.n_epochs * steps_of_epoch(args, num_examples)
-    return (
-        "warmup_steps", not args.warmup_steps or args.warmup_steps < steps,
-        f"the run has {counted(steps, 'step')}, and the warm-up must end before the last",
-        works("--warmup_steps", steps - 1, least=0),
-    )  # fmt: skip
 
 
 def of_model(args: Options) -> Iterator[Rule]:

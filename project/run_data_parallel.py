@@ -36,21 +36,16 @@ from itertools import islice
 
 from data_parallel.gradients import average_gradients
 from project import rules
-from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
+from project.utils import run_program, save_grad_weights, train_and_finish, translation
 from training.files import OPTIONS, show, write_json
-from training.launch.compare_ranks import check_same, run_things
-from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.replicated import Replicated
-from training.loop import run, train
+from training.loop import train
 from training.optimization import Optimizers, Recipe
+from training.rank import Rank, run_rank
 from training.results import options_of
-from training.resume import NO_RESUME, Resume, find_resume
-from training.tasks.sequences import FILES
-from training.tasks.texts import Texts
-from training.tasks.translation import TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -71,40 +66,24 @@ def parse_data_parallel(
     return args
 
 
-def run_dp(
-    world: World, args: DataParallelOptions, texts: Texts, resume: Resume = NO_RESUME
-) -> None:
+def run_dp(world: World, args: DataParallelOptions) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
-    resume = world.from_main(resume)  # other hosts may have other folders
-    task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
-    # All ranks go on, or none.
-    check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
-    wanted = setup_of(args, world)
-    model = Replicated(task, world, wanted)
-    try:
-        if args.pytest:
-            write_gradients(world, args, task, model)
-            return
-        layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
-        announce(world, args, model, wanted.timeline, layout)
-        results = run(world, task, model, wanted, resume)
-        finish(world, results, args)  # collective: rank 0 draws, the others wait
-    finally:
-        model.close()
+    work = write_gradients if args.pytest else train_and_finish
+    run_rank(world, args, translation, Replicated, work)
 
 
-def write_gradients(
-    world: World, args: DataParallelOptions, task: TranslationTask, model: Replicated
-) -> None:
+def write_gradients(rank: Rank) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step, and the
     first one the options."""
-    recipe = Recipe(args, task.steps_per_epoch)
-    optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
+    args, task, model = rank.setup.args, rank.task, rank.model
+    assert model.module is not None  # of `Replicated`
+    optimizer = Optimizers(model.optimizers, Recipe(args, task.steps_per_epoch), rank.world)
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
-    train(model, optimizer, steps, "Epoch 1", world.rank, model.average_gradients)
-    show(f"rank {world.rank} wrote {save_grad_weights(model.module, world.rank)}")
-    if world.is_main:
+    number = rank.world.rank
+    train(model, optimizer, steps, "Epoch 1", number, model.average_gradients)
+    show(f"rank {number} wrote {save_grad_weights(model.module, number)}")
+    if rank.world.is_main:
         write_json(args.workdir / OPTIONS, options_of(args))
 
 
@@ -112,9 +91,7 @@ def main() -> None:
     """The program."""
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
-        texts = read_pairs(args)  # once, before ranks start; under torchrun by every rank
-        resume = find_resume(args, texts.fingerprints()["train"])
-        launch(run_dp, args, args, texts, resume)  # returns when all ranks have
+        launch(run_dp, args, args)  # returns when all ranks have
 
 
 if __name__ == "__main__":

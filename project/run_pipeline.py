@@ -37,15 +37,14 @@ if __name__ == "__main__":
 import torch
 
 from project import rules, stage_rules
-from project.utils import announce, finish, read_pairs, run_program, setup_of
-from training.launch.errors import counted, torchrun_world_size
+from project.utils import run_program, train_and_finish, translation
+from training.launch.errors import torchrun_world_size
 from training.launch.world import World, choose_device
+from training.layouts.setup import Setup
 from training.layouts.threads import BlocksInThreads, StagesInThreads
-from training.loop import run
-from training.resume import find_resume
+from training.rank import run_rank
 from training.tasks.gpt2 import PRESETS
-from training.tasks.sequences import FILES
-from training.tasks.translation import TranslationTask
+from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir, claim_folders
 
 THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
@@ -119,46 +118,37 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     yield from stage_rules.of_stages(args, "num_devices", n, blocks)
 
 
-def choose_devices(args: PipelineOptions) -> list[torch.device]:
+def choose_devices(args: Options) -> list[torch.device]:
     """The devices of the stages: GPUs, or slices of the CPU's cores, as cpu:1."""
     kind = choose_device(args.device, 0, 1).type
     return [torch.device(kind, index) for index in range(args.num_devices)]
 
 
-def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
+def lay_out_in_threads(
+    task: TrainingTask, world: World, setup: Setup
+) -> BlocksInThreads | StagesInThreads:
+    """The model in stages, a thread for each."""
+    args, devices = setup.args, choose_devices(setup.args)
+    if args.pipeline == "whole":
+        return StagesInThreads(task, world, setup, devices)
+    micro_batch = -(-args.batch_size // (args.num_microbatches or 1))  # examples, rounded up
+    at_once = args.model_parallel_mode == "pipeline_parallel"
+    return BlocksInThreads(task, world, setup, devices, micro_batch if at_once else None)
+
+
+def run_pp(args: PipelineOptions) -> None:
     """Trains, evaluates after each epoch, writes the results."""
+    first = choose_devices(args)[0]
     # The devices cpu:0, cpu:1 are slices of the cores: tensors are on cpu, the first stage's.
-    world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
-    texts = read_pairs(args)
-    resume = find_resume(args, texts.fingerprints()["train"])
-    task = TranslationTask(args, world, texts, resume.files(FILES))
-    setup = setup_of(args, world, resume.cut, workers="stage")
-    model: BlocksInThreads | StagesInThreads
-    if args.pipeline == "blocks":
-        micro_batch = -(-args.batch_size // (args.num_microbatches or 1))  # examples, rounded up
-        model = BlocksInThreads(
-            task, world, setup, devices,
-            micro_batch if args.model_parallel_mode == "pipeline_parallel" else None,
-        )  # fmt: skip
-    else:
-        model = StagesInThreads(task, world, setup, devices)
-    strategy = "one device" if args.strategy == "none" else args.strategy
-    layout = f"{strategy}: {counted(args.num_devices, 'rank' if model.ranks else 'stage')}"
-    if args.num_devices > 1:
-        layout += stage_rules.schedule_in_words(args, model)
-    announce(world, args, model, setup.timeline, layout)
-    try:
-        results = run(world, task, model, setup, resume)
-        finish(world, results, args)
-    finally:
-        model.close()
+    world = World(device=torch.device("cpu") if first.type == "cpu" else first)
+    run_rank(world, args, translation, lay_out_in_threads, train_and_finish)
 
 
 def main() -> None:
     """The program."""
     args = parse_pipeline(__doc__)
     with alone_in_workdir(args):
-        run_pp(args, choose_devices(args))
+        run_pp(args)
 
 
 if __name__ == "__main__":

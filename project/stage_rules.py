@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from pipeline.schedules.catalogue import chunks_of
 from training.launch.errors import UserError, counted, works
-from training.layouts.layout import LaidOutModel
 from training.layouts.measure import split_by
-from training.options import Options
+from training.options import O, Options
 
-from .parser import O
 from .rules import Rule
 
 
@@ -48,12 +46,6 @@ def of_stages(
             split_by(args.balance, units, stages, f"{unit}s")
         except ValueError as error:  # it begins with its own option
             raise UserError(f"--{option} {n} --{error}") from None
-
-
-def schedule_in_words(args: Options, model: LaidOutModel) -> str:
-    """Of several stages, for the first line of a run."""
-    chunks = f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
-    return f", schedule {model.schedule}{chunks}"
 
 
 def visible(gpus: int) -> str:

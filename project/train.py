@@ -72,22 +72,20 @@ if __name__ == "__main__":
 # The imports below take seconds: --help and mistyped options are answered by now.
 
 from project import rules, stage_rules, train_rules
-from project.utils import announce, finish, run_program, setup_of
+from project.utils import finish, run_program
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, TOKENS, write_json
-from training.launch.compare_ranks import check_same, run_things
-from training.launch.errors import RunError, counted
+from training.launch.errors import RunError
 from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.choose import lay_out
-from training.layouts.layout import LaidOutModel
-from training.loop import run
 from training.profiling import Profile
-from training.resume import NO_RESUME, Resume, find_resume
+from training.rank import Rank, run_rank
+from training.resume import Resume
 from training.tasks.any_text import AnyTexts, load_texts
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
-from training.tasks.pictures import PictureSets, load_pictures
+from training.tasks.pictures import load_pictures
 from training.tasks.pretrained import PretrainedLanguage, PretrainedTranslation
 from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.task import TrainingTask
@@ -138,38 +136,47 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
     return stage_rules.settled_chunks(args)
 
 
-def run_rank(
-    world: World, args: TrainOptions, data: AnyTexts | PictureSets, resume: Resume = NO_RESUME
-) -> None:
-    """One rank of the program. Raises RunError if a check finds a difference from one process."""
-    task: TrainingTask
-    resume = world.from_main(resume)  # other hosts may have other folders
-    if isinstance(data, PictureSets):
-        task = PictureTask(args, world, data)
+def read_texts(args: TrainOptions) -> AnyTexts:
+    """Pairs or documents. Raises UserError if they cannot be read or are too few."""
+    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
+    if texts.plain:
+        rules.require(args, train_rules.of_plain_text(args))
+    return texts
+
+
+def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
+    """Reads pictures or text, as the model needs, and makes the task of them. Raises UserError if
+    there are none, or fewer than ranks."""
+    if args.model == VGG:
+        pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
+        fewest = min(len(pictures.train), len(pictures.test))
+        rules.require(args, train_rules.of_pictures(args, fewest))
+        return PictureTask(args, world, pictures)
+    texts = read_texts(args)
+    kind: type[SequenceTask]
+    if args.model in PRESETS:
+        kind = LanguageTask if texts.plain else TranslationTask
     else:
-        task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
-    if world.world_size > 1:  # all ranks go on, or none
-        check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
-    setup = setup_of(args, world, resume.cut)
-    model = lay_out(task, world, setup)  # all ranks together
-    announce(world, args, model, setup.timeline, layout_in_words(args, model))
-    profile = Profile(setup.timeline, args.profile, args.workdir)
-    try:
-        results = run(world, task, model, setup, resume, trackers_of(args))
-        profile.close()
-        close_trackers(args)
-        # Collective, while the pipe is open; rank 0 keeps what it gets.
-        outputs = outputs_on_main(world, task, model) if args.check_output else []
-        finish(world, results, args)
-        if any(args.workdir.glob("profile_rank*.json")):
-            results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")
-    finally:
-        model.close()
+        kind = PretrainedLanguage if texts.plain else PretrainedTranslation
+    return kind(args, world, texts, resume.files(FILES) if world.is_main else None)
+
+
+def work(rank: Rank) -> None:
+    """Trains, and checks. Raises RunError if a check finds a difference from one process."""
+    args, model = rank.setup.args, rank.model
+    profile = Profile(rank.setup.timeline, args.profile, args.workdir)
+    results = rank.train(trackers_of(args))
+    profile.close()
+    close_trackers(args)
+    # Collective; rank 0 keeps what it gets.
+    outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else []
+    finish(results)
 
     def conclude() -> None:
         if args.check_weights or args.check_output:
             results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(task, setup, model.devices[0], outputs)
+        verdicts = check(rank.task, rank.setup, model.devices[0], outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:
@@ -178,65 +185,19 @@ def run_rank(
         if wrong:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
-    world.on_main(conclude)  # to check, rank 0 trains twice; the others wait
+    rank.world.on_main(conclude)  # to check, rank 0 trains twice; the others wait
 
 
-def layout_in_words(args: TrainOptions, model: LaidOutModel) -> str:
-    """For the first line of a run."""
-    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
-    if args.strategy == "3d":
-        layout += f", data {args.dp} x pipeline {args.pp} x tensor {args.tp}"
-    if args.sequence_parallel:
-        layout += ", sequence parallel"
-    if args.zero:
-        layout += f", ZeRO stage {args.zero}"
-    return layout + (stage_rules.schedule_in_words(args, model) if args.pp > 1 else "")
-
-
-def text_task(
-    args: TrainOptions, world: World, texts: AnyTexts, files: dict[str, bytes] | None = None
-) -> SequenceTask:
-    """The task of a text: translation or language modelling, from scratch or pretrained weights."""
-    kind: type[SequenceTask]
-    if args.model in PRESETS:
-        kind = LanguageTask if texts.plain else TranslationTask
-    else:
-        kind = PretrainedLanguage if texts.plain else PretrainedTranslation
-    task = kind(args, world, texts, files)
-    rules.require(args, [rules.warmup(args, len(task.examples["train"]))])
-    return task
-
-
-def read_texts(args: TrainOptions) -> AnyTexts:
-    """Pairs or documents. Raises UserError if they cannot be read or are too few."""
-    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
-    if texts.plain:  # its steps are known after tokenization
-        rules.require(args, train_rules.of_plain_text(args))
-    else:
-        rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
-    return texts
-
-
-def read_data(args: TrainOptions) -> AnyTexts | PictureSets:
-    """Pictures or texts, as the model needs. Raises UserError if there are none, or fewer than
-    ranks."""
-    if args.model != VGG:
-        return read_texts(args)
-    pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
-    fewest = min(len(pictures.train), len(pictures.test))
-    rules.require(args, train_rules.of_pictures(args, fewest))
-    rules.require(args, [rules.warmup(args, len(pictures.train))])
-    return pictures
+def train_rank(world: World, args: TrainOptions) -> None:
+    """One rank of the program."""
+    run_rank(world, args, task_of, lay_out, work)
 
 
 def main() -> None:
     """The program."""
     args = parse_train(__doc__)
     with alone_in_workdir(args):
-        data = read_data(args)  # once, before ranks start; under torchrun by every rank
-        resume = find_resume(args, data.fingerprints()["train"])
-        launch(run_rank, args, args, data, resume)  # returns when all ranks have
+        launch(train_rank, args, args)  # returns when all ranks have
 
 
 if __name__ == "__main__":

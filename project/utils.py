@@ -9,38 +9,28 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from project import rules
 from project.command_line import as_typed, underscored
 from project.parser import ALIASES
-from training.files import PICTURE, show, writing
-from training.launch.clocks import clock_offset
-from training.launch.errors import (
-    RunError,
-    UserError,
-    counted,
-    leave,
-    refuse,
-    signals_end,
-    torchrun,
-)
+from training.files import PICTURE, writing
+from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
 from training.launch.world import World, quiet_libraries
-from training.layouts.layout import LaidOutModel
-from training.layouts.setup import Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
+from training.rank import Rank
 from training.results import Results
+from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
+from training.tasks.sequences import FILES
 from training.tasks.texts import SPLITS, Texts, load_pairs
 from training.tasks.tokens import collate_batch, get_tokenizer
-from training.timeline import Timeline
+from training.tasks.translation import TranslationTask
 
 # The course's functions that are defined elsewhere.
 __all__ = ["collate_batch", "evaluate_bleu", "evaluate_loss", "get_tokenizer", "train"]
@@ -59,57 +49,29 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
 def read_pairs(args: Options) -> Texts:
     """The pairs of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp)
-    rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
-    return texts
+    return load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp)
 
 
-def setup_of(
-    args: Options, world: World, cut: Sequence[int] | None = None, workers: str = "rank"
-) -> Setup:
-    """What a layout is made by, see `Setup`. All ranks call it: they compare their clocks. It sets
-    how this process' GPU multiplies. `workers` is what the `Timeline` calls them."""
-    if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
-        exact = "tf32" if args.precision == "tf32" else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = exact
-        torch.backends.cudnn.conv.fp32_precision = exact  # type: ignore[attr-defined]
-    steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
-    offset = clock_offset(world) if steps else 0.0
-    timeline = Timeline(
-        world, num_steps=steps, workers=workers, about={"strategy": args.strategy}, offset=offset
-    )
-    # Each rank makes its optimizer, of the parameters or shards that it holds.
-    return Setup(args, partial(make_optimizer, args), timeline, cut)
+def translation(args: Options, world: World, resume: Resume) -> TranslationTask:
+    """The task of the course's two programs."""
+    files = resume.files(FILES) if world.is_main else None
+    return TranslationTask(args, world, read_pairs(args), files)
 
 
-def announce(
-    world: World, args: Options, model: LaidOutModel, timeline: Timeline, layout: str
-) -> None:
-    """Prints, on rank 0, the layout, in words, and the length of the run; and tells them to the
-    timeline."""
-    m = args.num_microbatches or model.num_microbatches
-    timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
-    n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-    if world.is_main:
-        show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-
-
-def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, or the optimizer that --optimizer names."""
-    ps = list(parameters)  # an iterator would be used up
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
-    return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
-
-
-def finish(world: World, results: Results, args: Options) -> None:
+def finish(results: Results) -> None:
     """Prints outputs, draws the curves, and names the files, on rank 0."""
-    world.on_main(lambda: _show(results, args))  # the others wait, however long drawing takes
+    results.world.on_main(lambda: _show(results))  # the others wait, however long drawing takes
 
 
-def _show(results: Results, args: Options) -> None:
+def train_and_finish(rank: Rank) -> None:
+    """The work of a rank whose program only trains."""
+    finish(rank.train())
+
+
+def _show(results: Results) -> None:
     from project.figures.style import plot_training  # here: matplotlib takes a second to import
 
+    args = results.args
     results.close()
     foot = "; ".join(results.task.describe().splitlines()[:2])
     picture = plot_training(args.workdir / PICTURE, [args.workdir], foot)
@@ -118,6 +80,8 @@ def _show(results: Results, args: Options) -> None:
             f"The recorded steps: python project/plot.py timeline {shlex.quote(str(args.workdir))} "
             "draws them and writes them for https://ui.perfetto.dev."
         )
+    if any(args.workdir.glob("profile_rank*.json")):
+        results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 
 

@@ -19,7 +19,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from runtime.float64 import device_of_float64
 from training.options import Options
 
-from .launch.errors import RunError
+from .launch.errors import RunError, UserError, counted, works
 from .launch.world import World
 from .layouts.layout import OnWorkers
 from .tasks.task import to_device
@@ -235,3 +235,21 @@ class Optimizers:
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, or the optimizer that --optimizer names."""
+    ps = list(parameters)  # an iterator would be used up
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
+    return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
+
+
+def check_warmup(args: Options, steps_per_epoch: int) -> None:
+    """Raises UserError if the warm-up does not end before the run does."""
+    steps = Recipe(args, steps_per_epoch).num_steps
+    if args.warmup_steps and args.warmup_steps >= steps:
+        raise UserError(
+            f"--warmup_steps {args.warmup_steps}: the run has {counted(steps, 'step')}, and the "
+            f"warm-up must end before the last; {works('--warmup_steps', steps - 1, least=0)}"
+        )

@@ -15,7 +15,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
@@ -289,6 +289,11 @@ class Options(
     not show"""
     strategy: str = "single"
     """how the model is laid out on the processes"""
+    typed: Set[str] = frozenset()
+    """the names of the options that a person has typed"""
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 class Only(NamedTuple):

@@ -235,7 +235,7 @@ def _number(value: float, digits: int) -> str:
 
 def options_of(args: Options) -> dict[str, Any]:
     """The options of a run as JSON values."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "typed"}
 
 
 def commands_of(workdir: Path) -> list[str]:

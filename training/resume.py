@@ -29,7 +29,7 @@ from training.options import Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
-from .launch.errors import RunError, UserError, counted, torchrun, torchrun_world_size
+from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
@@ -67,8 +67,16 @@ class Resume:
         return self.checkpoint.state["cut"] if self.checkpoint else None
 
     def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
-        """Small files of the checkpoint."""
+        """Small files of the checkpoint. Only rank 0 sees its folder."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raises UserError if the run that was saved had other training data."""
+        if self.checkpoint is not None and self.checkpoint.state["data"] != fingerprint:
+            raise UserError(
+                f"--resume: {self.checkpoint.folder.name} was trained on other data of the same "
+                "name; use another --workdir to start a new run"
+            )
 
 
 NO_RESUME = Resume(None)
@@ -92,15 +100,15 @@ def options_of_checkpoint(
     return {name: value for name, value in saved.items() if name not in left}
 
 
-def find_resume(args: Options, fingerprint: str) -> Resume:
-    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it, and must
-    send it to the others, whose hosts may have other folders.
+def find_resume(args: Options) -> Resume:
+    """The newest intact checkpoint, for --resume. Rank 0 looks for it, and sends it to the others,
+    whose hosts may have other folders.
 
     Raises:
-        UserError: all checkpoints are damaged; options or data differ from the run that saved it;
+        UserError: all checkpoints are damaged; options differ from those of the run that saved it;
             or it has done more steps than the options ask for.
     """
-    if not args.resume or torchrun("RANK", 0) != 0:
+    if not args.resume:
         return NO_RESUME
     folder = args.workdir / CHECKPOINTS
     checkpoint, refused = newest(folder)
@@ -122,11 +130,6 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
         raise UserError(
             f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
             f"with {then}; use {then}, or another --workdir to start a new run"
-        )
-    if state["data"] != fingerprint:
-        raise UserError(
-            f"--resume: {name} was trained on other data of the same name; use another --workdir "
-            "to start a new run"
         )
     done, per_epoch = state["steps"], state["steps_per_epoch"]
     option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_parallel import gradients
-from project.train import parse_train, read_data, run_rank
-from project.utils import setup_of
+from project.train import parse_train, train_rank
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
@@ -27,7 +26,7 @@ from training.launch.distributed import make_world
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup
+from training.layouts.setup import Setup, setup_of
 from training.layouts.threads import StagesInThreads
 from training.loop import train
 from training.optimization import Optimizers, Recipe
@@ -265,9 +264,8 @@ def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
             f"--device cuda --timeline 0 --num_batches {steps_of_run} --workdir {tmp_path}"
         )
         args = parse_train(None, line.split())
-        data = read_data(args)
         with watch() as seen, patch("project.figures.style.plot_training"):
-            run_rank(CUDA, args, data)
+            train_rank(CUDA, args)
         counts.append(waits(seen))
     assert counts[1] - counts[0] == ONE_WAIT
     assert counts[0] - counts[1] == {}

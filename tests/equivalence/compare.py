@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
@@ -41,7 +40,7 @@ from training.launch.world import World
 from training.layouts.layout import LaidOutModel
 from training.layouts.setup import Setup
 from training.loop import seeded, train
-from training.optimization import Optimizers, Recipe
+from training.optimization import Optimizers, Recipe, make_optimizer
 from training.resume import NO_RESUME, Saving, find_resume
 from training.tasks.task import Step, TrainingTask
 
@@ -170,7 +169,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Fou
             saver.restore(NO_RESUME)
             found = first.run(half, lambda totals, _: saver.after_step(0, totals))
         with laid_out(row, world, dtype) as second:
-            resume = find_resume(args, second.task.fingerprints()["train"])
+            resume = find_resume(args)
             assert resume.checkpoint is not None
             saving(second).restore(resume)
             found |= second.run(n_steps - half)

@@ -14,7 +14,6 @@ import pytest
 
 from project import run_data_parallel
 from project.run_data_parallel import parse_data_parallel
-from project.utils import read_pairs
 from training.files import SUMMARY
 from training.launch.world import World
 
@@ -33,8 +32,8 @@ TOLERANCE = 2e-6
 
 
 def test_the_losses_are_those_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_data_parallel, "finish", lambda *_: None)
+    monkeypatch.setattr("project.utils.finish", lambda _: None)
     args = parse_data_parallel(None, [*OPTIONS, f"--workdir={tmp_path}"])
-    run_data_parallel.run_dp(World(), args, read_pairs(args))
+    run_data_parallel.run_dp(World(), args)
     found = json.loads((tmp_path / SUMMARY).read_text("utf-8"))["loss"]
     assert found == pytest.approx(LOSSES, rel=TOLERANCE)

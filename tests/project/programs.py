@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from project import generate, run_data_parallel, run_pipeline, train
-from project.utils import read_pairs
 from tests.ranks import Ranks
 from training.checkpoint import newest
 from training.launch.distributed import make_world
 from training.launch.errors import RunError
 from training.launch.world import choose_device
 from training.results import Totals
-from training.resume import Saving, find_resume
+from training.resume import Saving
 from training.tasks import texts
 from training.tasks.any_text import END
 from training.tasks.generation import continue_all
@@ -133,12 +132,11 @@ def on_rank(
         world = make_world(rank, world_size, rank, device)
         try:
             if program == "run_pipeline":
-                run_pipeline.run_pp(args, run_pipeline.choose_devices(args))
-                return printed.getvalue(), None
-            data = train.read_data(args) if program == "train" else read_pairs(args)
-            resume = find_resume(args, data.fingerprints()["train"])
-            work = train.run_rank if program == "train" else run_data_parallel.run_dp
-            work(world, args, data, resume)  # type: ignore[arg-type]
+                run_pipeline.run_pp(args)
+            elif program == "train":
+                train.train_rank(world, args)
+            else:
+                run_data_parallel.run_dp(world, args)
         except RunError as error:
             return printed.getvalue(), str(error)
         except _Stop:

@@ -15,32 +15,34 @@ from project.utils import read_pairs, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, full_disk, names_in, parse, run
 from training.launch.errors import UserError, counted
+from training.launch.world import World
 from training.options import Options
 from training.resume import DECIDE, find_resume
+from training.tasks.sequences import SequenceTask
+from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
 
-pytestmark = pytest.mark.usefixtures("elsewhere", "no_run_begins")
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 DP, PP = "run_data_parallel ", "run_pipeline "
 
 
-@pytest.fixture
-def no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*_: object) -> None:
-        raise AssertionError("it has begun")
-
-    for program in ("run_data_parallel", "train"):
-        monkeypatch.setattr(f"project.{program}.launch", begin)
-    monkeypatch.setattr("project.run_pipeline.TranslationTask", begin)
+def begin(*_: object) -> None:
+    """In the place of what tokenizes, after the data were read."""
+    raise AssertionError("it has begun")
 
 
 def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    """The status with which a command line ends, and what it says."""
+    """The status with which a command line ends before a run begins, and what it says."""
     program, *options = shlex.split(line)
+    module = PROGRAMS[program][0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
+        patch.setattr(module, "launch", lambda run, _, args: run(World(), args), raising=False)
+        patch.setattr(SequenceTask, "_shared_files", begin)
+        patch.setattr(PictureTask, "__init__", begin)
         with pytest.raises(SystemExit) as end:
-            run_program(PROGRAMS[program][0].main)
+            run_program(module.main)
     printed = capfd.readouterr()
     assert printed.out == ""
     return end.value.code, printed.err.removeprefix(f"{program}.py: error: ")
@@ -113,7 +115,6 @@ train ddp --model gpt2-mini --check_weights --keep 0 => weights that are saved; 
 train 3d --dp 2 --balance 2,2 --model gpt2-mini => only a run with stages has it; --pp 2 works
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
-dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_steps 0 to 9 works
 # languages
 dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
 dp --tgt de => two languages are needed, as --src de --tgt en
@@ -226,7 +227,7 @@ MAY_CHANGE = """
     cores_per_rank device dp gradient_sync keep master_port model_parallel_mode n_epochs
     num_batches num_devices num_microbatches on_nan on_signal pipeline pp profile pytest recompute
     resume save_every schedule sequence_parallel step_timeout strategy tensorboard timeline
-    timeout tp wandb workdir world_size zero
+    timeout tp typed wandb workdir world_size zero
 """
 
 
@@ -258,15 +259,17 @@ def test_what_a_resume_may_change(made: Path) -> None:
     every = {field.name for kind in KINDS for field in fields(kind)}
     assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
-    fingerprint = read_pairs(parse(DP + line)).fingerprints()["train"]
-    assert find_resume(parse(DP + line), fingerprint).checkpoint is not None
+    args = parse(DP + line)
+    resume, fingerprint = find_resume(args), read_pairs(args).fingerprints()["train"]
+    assert resume.checkpoint is not None
+    resume.check_data(fingerprint)
     other = f"--resume: {NAME} was trained on other data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
-        find_resume(parse(DP + line), "other")
+        resume.check_data("other")
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
     line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
     run(f"train single {line} --save_every 2", stop_at=3)
     with pytest.raises(UserError, match=r"^--n_epochs 3 with --resume: .* use --n_epochs 2, or "):
-        find_resume(parse(PP + line + "--resume --n_epochs 3"), "")
+        find_resume(parse(PP + line + "--resume --n_epochs 3"))

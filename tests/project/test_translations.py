@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from project.run_pipeline import choose_devices
-from project.utils import read_pairs, setup_of
+from project.utils import read_pairs
 from tests.project.conftest import WorldOf
 from tests.project.programs import (
     FLOW,
@@ -30,6 +30,7 @@ from tests.ranks import Ranks
 from training.launch.distributed import make_world
 from training.launch.notice import Ended, heeded
 from training.layouts.choose import lay_out
+from training.layouts.setup import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu
 from training.tasks.task import whole_model

@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.ranks import Ranks
 from training.launch.distributed import make_world
-from training.launch.errors import RunError
+from training.launch.errors import RunError, UserError
 from training.loop import Ahead, train
-from training.optimization import Optimizers, Recipe, clip_factor
+from training.optimization import Optimizers, Recipe, check_warmup, clip_factor
 from training.options import Options
 from training.results import Totals
 from training.tasks.task import Step
@@ -27,6 +27,13 @@ INF, NAN = math.inf, math.nan
 def recipe_of(rate: float, per_epoch: int, steps: int, **options: Any) -> Recipe:
     """The recipe of a run of so many steps."""
     return Recipe(Options(learning_rate=rate, num_batches=steps, **options), per_epoch)
+
+
+def test_the_warm_up_ends_before_the_run_does() -> None:
+    """Two epochs of five steps."""
+    check_warmup(Options(n_epochs=2, warmup_steps=9), 5)
+    with pytest.raises(UserError, match=r"^--warmup_steps 10: .* --warmup_steps 0 to 9 works$"):
+        check_warmup(Options(n_epochs=2, warmup_steps=10), 5)
 
 
 @pytest.mark.parametrize(

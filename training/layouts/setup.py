@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from training.launch.clocks import clock_offset
+from training.launch.world import World
+from training.optimization import make_optimizer
 from training.options import Options
 from training.timeline import OFF, Timeline
 
@@ -58,3 +62,20 @@ class Setup:
             "--precision bf16: this CPU has no instructions for it (avx512_bf16 or amx_bf16) and "
             "computes it several times slower than fp32"
         ]
+
+
+def setup_of(args: Options, world: World, cut: Sequence[int] | None = None) -> Setup:
+    """What a layout is made by, see `Setup`. All ranks call it: they compare their clocks. It sets
+    how this process' GPU multiplies."""
+    if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
+        exact = "tf32" if args.precision == "tf32" else "ieee"
+        torch.backends.cuda.matmul.fp32_precision = exact
+        torch.backends.cudnn.conv.fp32_precision = exact  # type: ignore[attr-defined]
+    steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
+    offset = clock_offset(world) if steps else 0.0
+    workers = "stage" if args.num_devices else "rank"
+    timeline = Timeline(
+        world, num_steps=steps, workers=workers, about={"strategy": args.strategy}, offset=offset
+    )
+    # Each rank makes its optimizer, of the parameters or shards that it holds.
+    return Setup(args, partial(make_optimizer, args), timeline, cut)

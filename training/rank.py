@@ -1,0 +1,109 @@
+"""The life of a rank, the same in every program: data, model, training.
+
+    resume    -> task      -> compare      -> layout     -> work
+    rank 0's     the data,    all ranks       the model,    the loop, outputs, curves, checks
+    options      tokenized    have the same   laid out
+
+A program passes the functions that make the task and the layout, and the work, and so imports only
+what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from training.files import show
+from training.loop import run
+from training.metrics import Tracker
+from training.options import O, Options
+from training.results import Results, options_of
+
+from .launch.compare_ranks import check_same, run_things
+from .launch.errors import counted
+from .launch.world import World
+from .layouts.layout import LaidOutModel
+from .layouts.setup import Setup, setup_of
+from .optimization import check_warmup
+from .resume import NO_RESUME, Resume, find_resume
+from .tasks.task import TrainingTask
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank has when its work begins."""
+
+    world: World
+    task: TrainingTask
+    setup: Setup
+    model: LaidOutModel
+    resume: Resume
+
+    def train(self, trackers: Sequence[Tracker] = ()) -> Results:
+        """Says what will be trained, and trains it. All ranks call it together."""
+        args, timeline = self.setup.args, self.setup.timeline
+        m = args.num_microbatches or self.model.num_microbatches
+        timeline.about |= {
+            "schedule": self.model.schedule, "num_microbatches": m, "ranks": self.model.ranks,
+        }  # fmt: skip
+        n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
+        if self.world.is_main:
+            layout = layout_in_words(args, self.model)
+            show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
+        return run(self.world, self.task, self.model, self.setup, self.resume, trackers)
+
+
+def run_rank(
+    world: World,
+    args: O,
+    task_of: Callable[[O, World, Resume], TrainingTask],
+    layout_of: Callable[[TrainingTask, World, Setup], LaidOutModel],
+    work: Callable[[Rank], None],
+) -> None:
+    """One rank of a run. All ranks call it together.
+
+    Args:
+        task_of: reads the data, and makes the task of them.
+        layout_of: lays the task's model out.
+        work: what the program does with it; the layout is closed afterwards.
+
+    Raises:
+        UserError: the data cannot be read or are too few, or are not those that are resumed.
+        RunError: the ranks differ, or the work has raised it.
+    """
+    # Other hosts may have other folders: what rank 0 finds in its own counts for all.
+    resume = world.from_main(find_resume(args) if world.is_main else NO_RESUME)
+    if args.resume:
+        of_main = vars(world.from_main(args))
+        args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})
+    task = task_of(args, world, resume)
+    if world.world_size > 1:  # all ranks go on, or none
+        fingerprints = task.fingerprints()
+        check_same(world, run_things(options_of(args), fingerprints, task.model_content()))
+    resume.check_data(task.fingerprints()["train"])
+    check_warmup(args, task.steps_per_epoch)
+    setup = setup_of(args, world, resume.cut)
+    model = layout_of(task, world, setup)
+    try:
+        work(Rank(world, task, setup, model, resume))
+    finally:
+        model.close()
+
+
+def layout_in_words(args: Options, model: LaidOutModel) -> str:
+    """For the first line of a run."""
+    devices = args.num_devices or 0  # of stages in threads
+    stages = devices or args.pp
+    name = "one device" if devices and args.strategy == "none" else args.strategy
+    unit = "stage" if devices and not model.ranks else "rank"
+    words = f"{name}: {counted(devices or args.world_size, unit)}"
+    if args.strategy == "3d":
+        words += f", data {args.dp} x pipeline {args.pp} x tensor {args.tp}"
+    if args.sequence_parallel:
+        words += ", sequence parallel"
+    if args.zero:
+        words += f", ZeRO stage {args.zero}"
+    if stages > 1:
+        words += f", schedule {model.schedule}"
+        words += f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
+    return words
