@@ -36,7 +36,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from runtime.cores import core_slice
+from runtime.cores import core_slice, pin
 from runtime.graph import memory_of
 from runtime.recompute import Autocast
 
@@ -171,8 +171,7 @@ def _run(
     if share is not None:
         cores = core_slice(*share)
         if cores:
-            with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
-                os.sched_setaffinity(0, cores)  # 0: the calling thread
+            pin(cores)
         torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
         # This also sets the default that a thread takes at its first use. So use it now, before
         # `create_workers` restores the caller's own count.

@@ -8,7 +8,6 @@ such as --n_chunk, are in ALIASES. Neither torch nor a model is imported to answ
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,6 +20,7 @@ import yaml
 from docstring_parser import parse_from_object
 
 from project.command_line import Parser, is_it, underscored
+from training.launch.errors import exit_on_signals, open_streams
 from training.options import O, Options, flag
 
 # What options are called by the courses.
@@ -74,11 +74,10 @@ def shown(kind: type[Options]) -> list[str]:
 
 
 def begin(kind: type[Options], description: str | None) -> None:
-    """Answers --help, refuses a mistyped option, and lets Ctrl-C end the process at once, before
-    torch is imported, which takes seconds. (A library may swallow a KeyboardInterrupt during its
-    import; `training.launch.errors.signals_end` takes over later.)"""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Answers --help, refuses a mistyped option, and lets signals end the process at once, before
+    torch is imported, which takes seconds."""
+    exit_on_signals()
+    open_streams()
     parse_options(kind, description)
 
 

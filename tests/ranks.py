@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.shared_memory import SharedBuffers
-from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
+from training.launch.meeting import connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
 STOPS = sys.platform == "linux"  # idle ranks are stopped; elsewhere nobody might end them
@@ -85,7 +85,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connectio
         os.close(of_server._forkserver_alive_fd)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
-    store = connect(LOOPBACK, port, LIMIT)
+    store = connect(port, LIMIT)
     setup(rank, world_size, backend, store=store, timeout=LIMIT)
     while True:
         try:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import recompute
 from tests.ranks import Ranks
-from training.launch.distributed import make_world
+from training.launch.world import World
 from training.tasks.gpt2 import gpt2_config
 
 SMALL = partial(gpt2_config, n_layer=1, n_embd=16, n_head=2)  # instead of a benchmark's own size
@@ -49,7 +49,7 @@ def one_round(rank: int, size: int, name: str, function: str, args: list[Any], o
         for key, value in sizes.items():
             patches.enter_context(patch(f"benchmarks.{name}.{key}", value))
         benchmark = import_module(f"benchmarks.{name}")
-        getattr(benchmark, function)(make_world(rank, size), *args, out)
+        getattr(benchmark, function)(World(rank, size), *args, out)
 
 
 @pytest.mark.parametrize("name", CASES)

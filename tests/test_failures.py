@@ -35,14 +35,13 @@ def test_three_runs_at_once(tmp_path: Path) -> None:
             run = Run([*LIGHT, "meet", str(folder)], folder, OWN)
             runs.append(stack.enter_context(run))
         *others, hasty = runs
-        assert until(lambda: hasty.starter() is not None, START)
+        assert until(lambda: hasty.ranks() != [], START)
         os.killpg(hasty.process.pid, signal.SIGINT)
 
         files = [tmp_path / name / f"{rank}.json" for name in "ab" for rank in range(2)]
         assert until(lambda: all(file.exists() for file in files), START), runs[0].said()
         met = [json.loads(file.read_text()) for file in files]
-        starters = [run.starter() for run in others]
-        assert met == [[s and s.pid] * 2 for s in starters for _ in range(2)]
+        assert met == [[run.process.pid] * 2 for run in others for _ in range(2)]
         for run in others:
             run.look()
 

@@ -49,7 +49,6 @@ def test_a_killed_rank_costs_a_step_and_a_short_cut_or_notice_nothing(
     found = run_struck(PICTURES, hosts, *faults)
     assert (found.statuses, found.left) == ([1] * hosts, []), found.said  # torchrun's
     assert (found.starts, found.lost) == (2, 1)
-    assert hosts == 1 or "rank 1 is elsewhere: look there" in found.said
     assert found.said.count("asked to end: step 10 is saved") == hosts
     assert (found.weights, found.scores) == (hash_of(tmp_path), scores_of(read_metrics(tmp_path)))
     # They share no folder: what all have saved is on the first.

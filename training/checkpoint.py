@@ -185,15 +185,15 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        world: World = World(),  # noqa: B008 (it is immutable)
+        world: World | None = None,
         timeout: float = 300.0,
         background: bool = False,
     ) -> None:
         self.folder, self.background = folder, background
-        self.world = world.apart(timeout)  # it may communicate while the run does
+        self.world = (world or World()).apart(timeout)  # it may communicate while the run does
         # Tells the library who takes part.
-        self._all_ranks = {"process_group": self.world.group, "no_dist": world.world_size == 1}
-        self._thread = ThreadPoolExecutor(1, "checkpoints", _compute_on, (world.device,))
+        self._all_ranks = {"process_group": self.world.group, "no_dist": self.world.world_size == 1}
+        self._thread = ThreadPoolExecutor(1, "checkpoints", _compute_on, (self.world.device,))
         self._writing: Future[None] | None = None  # in the background
 
     def save(

@@ -140,13 +140,11 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
     # A rank that has no batch left still takes part in collectives.
     batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
-    agreement = world.agreement()
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
-        agreement.turn()
+        notice.end_if_given()
         found = model.measure(x, target)
         if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found
-    agreement.end()
     world.sum(totals)  # each batch was measured on one rank
     loss, right, answers = totals.tolist()
     return loss / max(1.0, answers), right / max(1.0, answers)
@@ -248,6 +246,8 @@ class _Epochs:
         # After the metrics: metrics.jsonl has what a checkpoint has done.
         self.saving.after_step(epoch, totals, asked)
         if asked:
+            self.saving.saver.wait()
+            world.gather(None)  # a rank that ends, ends the others
             raise notice.Ended
         if self.timeline.recording and self.timeline.complete:
             self.timeline.save(args.workdir)  # at once: the run may be interrupted later
@@ -259,7 +259,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
-    with model.evaluating():
+    with model.evaluating(), notice.ends_waits():
         loss, accuracy = evaluate_loss(world, task, model)
         if not math.isfinite(loss):
             said = f"{when}: the validation loss is {loss}"

@@ -25,7 +25,7 @@ from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .layouts.setup import Setup, setup_of
 from .optimization import check_warmup
-from .resume import NO_RESUME, Resume, find_resume
+from .resume import Resume, find_resume
 from .tasks.task import TrainingTask
 
 
@@ -72,7 +72,7 @@ def run_rank(
         RunError: the ranks differ, or the work has raised it.
     """
     # Other hosts may have other folders: what rank 0 finds in its own counts for all.
-    resume = world.from_main(find_resume(args) if world.is_main else NO_RESUME)
+    resume = world.made_by_main(lambda: find_resume(args))
     if args.resume:
         of_main = vars(world.from_main(args))
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})

@@ -207,18 +207,18 @@ class Saving:
 
     @contextmanager
     def before_the_end(self) -> Iterator[None]:
-        """Where a run ends early, waits for the checkpoint that is being written; where all ranks
-        end on notice, says how to go on."""
+        """Where a run ends early, waits for the checkpoint that is being written; where it ends on
+        notice, says how to go on. Each rank of rank 0's host leaves word in the workdir, since the
+        first that ends may end the others."""
         try:
             yield
         except RunError as error:  # the weights of the step before may be the last good ones
             self.saver.wait()
             if not isinstance(error, notice.Ended):
                 raise
-            if self.world.is_main and self.saved:
+            if self.world.rank == self.world.local_rank and self.saved:
                 with writing(self.args.workdir / ENDED):
                     (self.args.workdir / ENDED).touch()
-            self.world.gather(None)  # a rank that ends, ends the others
             saved = f"step {self.saved} is saved, and --resume goes on from there"
             raise notice.Ended(
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."

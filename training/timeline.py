@@ -84,14 +84,15 @@ class Timeline:
 
     def __init__(
         self,
-        world: World = World(),  # noqa: B008 (it is immutable)
+        world: World | None = None,
         *,
         num_steps: int | None = None,
         workers: str = "rank",
         about: Mapping[str, Any] | None = None,
         offset: float = 0.0,
     ) -> None:
-        self.world, self.last = world, world.last
+        self.world = world or World()
+        self.last = self.world.last
         # Of a profiler: around every action, and after every step.
         self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.after_step: Callable[[], None] = lambda: None
@@ -167,7 +168,7 @@ class Timeline:
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
-        together. project/figures/runs.py reads them back. Without a step nothing is written."""
+        together. project/figures/recorded.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
         contents = self.world.gather(self.content())

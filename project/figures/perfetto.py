@@ -10,7 +10,7 @@ from typing import Any
 from training.files import write_text
 from training.timeline import COMMUNICATION, COMPUTE, EVENT_KINDS, Event
 
-from .runs import Workers
+from .steps import Workers
 
 TRACE = "trace.json"
 

@@ -98,5 +98,5 @@ def _in_phase(run: Run, phase: str, workdir: Path) -> bool:
     if run.process.poll() is not None:
         return True  # it has ended by itself: that will be seen
     if phase == STARTING:
-        return bool(run.starter() or run.ranks())
+        return bool(run.ranks())
     return any(workdir.glob(CHECKPOINT))

@@ -96,20 +96,10 @@ class Run:
                 ranks = {c.environ().get("RANK"): c for c in children}
                 return [ranks[str(r)] for r in range(len(ranks)) if str(r) in ranks]
             if self.launcher == OWN:
-                starter = self.starter()
-                ranks_ = starter.children() if starter else []
-                return sorted(ranks_, key=lambda c: (c.create_time(), c.pid))
+                return sorted(children, key=lambda c: (c.create_time(), c.pid))
             return [psutil.Process(self.process.pid)]
         except psutil.Error:  # one has ended meanwhile
             return []
-
-    def starter(self) -> psutil.Process | None:
-        """Of our own launcher: the process that starts the ranks, when it is there."""
-        with suppress(psutil.Error):
-            for child in psutil.Process(self.process.pid).children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    return child
-        return None
 
     def look(self) -> None:
         """Notes where the processes of the run listen, and what memory they share."""

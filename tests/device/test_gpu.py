@@ -10,7 +10,7 @@ import pytest
 
 from tests.device.session import Device, on_device, ranks
 from tests.project.programs import parse
-from training.launch.distributed import make_world
+from training.launch.world import World
 
 
 def found(section: str) -> list[tuple[str, bool | None]]:
@@ -64,7 +64,7 @@ def memory(rank: int, world_size: int, folder: Path) -> list[dict[str, int]]:
     from benchmarks import gpu
 
     found = []
-    world = make_world(rank, world_size, rank, torch.device("cuda", 0))
+    world = World(rank, world_size, rank, torch.device("cuda", 0))
     for zero in range(4):
         gpu._memory_rank(world, zero, folder)
         if rank == 0:  # which writes it

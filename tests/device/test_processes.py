@@ -24,7 +24,6 @@ from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
 from training.checkpoint import Saver
-from training.launch.distributed import make_world
 from training.launch.world import World
 from training.loop import seeded, train
 
@@ -34,7 +33,7 @@ NAMES = ["fsdp2-zero3-m2", "pipeline2-zbv-v2_m3", "mesh2-1x1x2-sequence"]
 
 def row_of(rank: int, world_size: int, name: str, **changes: Any) -> tuple[World, Row]:
     """A rank with a device, and a row of the table, whose problem is changed."""
-    world = make_world(rank, world_size, rank, torch.device("cuda", rank % 2))
+    world = World(rank, world_size, rank, torch.device("cuda", rank % 2))
     torch.cuda.set_device(world.device)
     row = find(name)
     problem: Any = row.problem

@@ -22,7 +22,6 @@ from project.train import parse_train, train_rank
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
-from training.launch.distributed import make_world
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
@@ -193,7 +192,7 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
 
 def ddp(rank: int, world_size: int, how: Any) -> tuple[Counter[str], int, Counter[str]]:
     """The waits of a step of four micro-batches, its kernels, and those of the buckets by name."""
-    world = make_world(rank, world_size, rank, torch.device("cuda", rank))
+    world = World(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
     setup = Setup(Options(num_microbatches=4, gradient_sync=how, bucket_mb=2**-7), ADAMW)
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup)

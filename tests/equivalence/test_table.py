@@ -18,7 +18,7 @@ from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import ODD, TABLE, find
 from tests.ranks import Ranks
-from training.launch.distributed import make_world
+from training.launch.world import World
 from training.tasks.sequences import SequenceTask
 
 
@@ -29,7 +29,7 @@ def reference(problem: Problem, steps: int) -> Reference:
 
 def on_a_rank(rank: int, world_size: int, name: str, steps: int, draws: bool) -> str:
     """What is said of a row. `draws`: dropout is not hashed, but drawn."""
-    row, world = find(name), make_world(rank, world_size)
+    row, world = find(name), World(rank, world_size)
     expected: Any = world.from_main(reference(row.problem, steps) if world.is_main else None)
     with patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext():
         return check(row, expected, world, steps, torch.float64).failure
@@ -89,7 +89,7 @@ def test_steps_without_target_or_finite_loss_are_left_out(ranks: Ranks) -> None:
 def test_a_rank_may_have_no_target_but_never_all() -> None:
     row, targets = find("ddp2-flat-no_target"), []
     for rank in range(2):
-        steps = row.problem.task(make_world(rank, 2), torch.float64).steps(0, rank, 2, 1)
+        steps = row.problem.task(World(rank, 2), torch.float64).steps(0, rank, 2, 1)
         targets.append([sum(map(len, step.targets)) for step in steps])
     assert min(map(min, targets)) == 0
     assert min(map(sum, zip(*targets, strict=True))) > 0

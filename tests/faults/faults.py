@@ -76,7 +76,6 @@ class Cluster:
         self.runs: dict[int, Run] = {}
         self.all: list[Run] = []
         self.clocks: dict[int, float] = {}
-        self.hosts_join = False
         self.caught = 0  # the process id of the rank that waits in a trap
         self.port = 29400 + os.getpid() % 1000
 
@@ -96,7 +95,7 @@ class Cluster:
         options += [*OPTIONS, "--timeout", str(TIMEOUT)]
         environment = [
             "env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}",
-            f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE={int(self.hosts_join)}",  # see docs/faults.md
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",  # see docs/faults.md
         ]  # fmt: skip
         line = [*self.hosts.inside(host), *environment, *trapped, *torchrun, *options]
         run = Run([*line, "--workdir", str(folder / "work")], folder / f"start{len(self.all)}",
@@ -151,7 +150,6 @@ class Fault:
 
     Attributes:
         disk: the host has a small disk of its own.
-        joins: the host starts again while others run.
         clock: by how many seconds the host's clock is wrong, from the start.
     """
 
@@ -162,7 +160,6 @@ class Fault:
     seconds: float = 0.0
     undo: Callable[[Cluster], object] | None = None
     disk: bool = False
-    joins: bool = False
     clock: float = 0.0
 
 
@@ -189,7 +186,7 @@ def kill_host(host: int, seconds: float, step: int = STRUCK) -> Fault:
         cluster.hosts.mend(host)
         cluster.start(host)
 
-    return Fault(step, strike, host=host, seconds=seconds, undo=undo, joins=True)
+    return Fault(step, strike, host=host, seconds=seconds, undo=undo)
 
 
 def cut_link(host: int, seconds: float, step: int = STRUCK) -> Fault:
@@ -250,7 +247,7 @@ def join(host: int, step: int) -> Fault:
         cluster.start(host)
         until(lambda: not psutil.pid_exists(cluster.caught), START)
 
-    return Fault(step, strike, joins=True)
+    return Fault(step, strike)
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,6 @@ def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Fo
         machines = stack.enter_context(Hosts(hosts))
         cluster = Cluster(layout, machines, folder, f"1:{hosts}" if elastic else str(hosts))
         cluster.clocks = {fault.host: fault.clock for fault in faults if fault.clock}
-        cluster.hosts_join = any(fault.joins for fault in faults)
         for fault in faults:
             cluster.trap(fault).touch()
             if fault.disk:

@@ -25,7 +25,6 @@ import torch
 from tests.chaos.run import scratch
 from tests.project.programs import FLOW, PAIRS, SAME, on_rank
 from tests.ranks import Ranks, sharing
-from training.launch.distributed import make_world
 from training.launch.world import World
 from training.results import read_metrics
 
@@ -52,9 +51,9 @@ def train(
     workdir, each = folder / f"host{rank * hosts // world_size}", max(world_size // hosts, 1)
 
     def world(rank: int, world_size: int, _: int, device: torch.device) -> World:
-        return make_world(rank, world_size, rank % each, device)
+        return World(rank, world_size, rank % each, device)
 
-    with sharing(allowed=hosts == 1), patch("tests.project.programs.make_world", world):
+    with sharing(allowed=hosts == 1), patch("tests.project.programs.World", world):
         return on_rank(rank, world_size, f"{line} --workdir {workdir}", stop_at=stop_at)[1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.launch.distributed import make_world
+from training.launch.world import World
 from training.timeline import Timeline
 
 TOKENS = 4200.0  # real tokens of an epoch
@@ -90,7 +90,7 @@ def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
 def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
     """Per rank, what it did in step 1; step 0 is far off."""
     for rank, events in enumerate(rows):
-        timeline = Timeline(make_world(rank, len(rows)), about=about)
+        timeline = Timeline(World(rank, len(rows)), about=about)
         timeline("F", 0, 0, -900.0, -500.0)
         timeline.step(1)
         for event in events:

@@ -22,9 +22,8 @@ from torch import Tensor
 from project import generate, run_data_parallel, run_pipeline, train
 from tests.ranks import Ranks
 from training.checkpoint import newest
-from training.launch.distributed import make_world
 from training.launch.errors import RunError
-from training.launch.world import choose_device
+from training.launch.world import World, choose_device
 from training.results import Totals
 from training.resume import Saving
 from training.tasks import texts
@@ -129,7 +128,7 @@ def on_rank(
         device = choose_device(args.device, rank, world_size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        world = make_world(rank, world_size, rank, device)
+        world = World(rank, world_size, rank, device)
         try:
             if program == "run_pipeline":
                 run_pipeline.run_pp(args)

@@ -12,8 +12,8 @@ import torch
 from tests.project.programs import KINDS, TINY, VGG, Tamper, on_rank
 from tests.ranks import Ranks
 from training.launch.compare_ranks import check_same, run_things
-from training.launch.distributed import make_world
 from training.launch.errors import RunError
+from training.launch.world import World
 from training.optimization import Optimizers
 from training.tasks.tokens import get_tokenizer
 
@@ -68,7 +68,7 @@ def test_ranks_that_differ_end_the_run(ranks: Ranks) -> None:
 
 
 def one_has_a_gpu(rank: int, world_size: int) -> None:
-    world = make_world(rank, world_size, device=torch.device("cuda" if rank else "cpu"))
+    world = World(rank, world_size, device=torch.device("cuda" if rank else "cpu"))
     with pytest.raises(RunError, match=r"^not the same on all ranks: the type of device \(rank 1"):
         check_same(world, {"--seed": b"0"})
 

@@ -4,7 +4,6 @@ process does without one. (That no rank needs the whole model for it: test_losse
 from __future__ import annotations
 
 import math
-import signal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ from tests.project.programs import (
     run,
     summary,
 )
-from tests.ranks import Ranks
-from training.launch.distributed import make_world
-from training.launch.notice import Ended, heeded
+from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.setup import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -80,14 +77,14 @@ def of_one_process() -> tuple[list[str], list[int]]:
 
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
     args = parse(line)
-    task = TranslationTask(args, make_world(rank, world_size, rank), read_pairs(args))
+    task = TranslationTask(args, World(rank, world_size, rank), read_pairs(args))
     task._initialize = large_weights
     return task
 
 
 def translations(rank: int, world_size: int, line: str) -> list[str]:
     """All translations, by the layout."""
-    task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
+    task, world = made(line, rank, world_size), World(rank, world_size, rank)
     args: Any = task.args
     setup = setup_of(args, world)
     if line.startswith("train"):
@@ -104,24 +101,6 @@ def translations(rank: int, world_size: int, line: str) -> list[str]:
     model.close()
     assert found[0] == found[1]
     return found[0]
-
-
-def test_notice_ends_ranks_with_shards_at_the_same_token(ranks: Ranks) -> None:
-    """Rank 0 is asked to end while rank 1, which has no sentences, gathers layers for it."""
-    workdir = Path("work").resolve()
-    ranks.run(end_on_notice, f"train fsdp --world_size 2 {SIZES} --workdir {workdir}")
-
-
-def end_on_notice(rank: int, world_size: int, line: str) -> None:
-    task, world = made(line, rank, world_size), make_world(rank, world_size, rank)
-    args: Any = task.args
-    model = lay_out(task, world, setup_of(args, world))
-    prompts = [[5, 6, 7]] * 7 if rank == 0 else []
-    with model.evaluating(), heeded(), pytest.raises(Ended):
-        if rank == 0:
-            signal.raise_signal(signal.SIGUSR1)
-        continue_all(model, task.tokenizer, prompts, [60] * len(prompts), "cpu", world=world)
-    model.close()
 
 
 def test_bleu_is_of_the_corpus() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -55,13 +54,6 @@ def raise_on_one(world: World) -> None:
     dist.barrier()
 
 
-def kill_starter(world: World) -> None:
-    """Rank 1 kills what has started it."""
-    if world.rank == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
-    dist.barrier()
-
-
 def user_error(_: World) -> None:
     """What only a rank can find out."""
     raise UserError("--model x: no such model; --model gpt2 works")
@@ -89,7 +81,7 @@ def misfortunes(world: World, folder: Path) -> None:
         meet(world, folder)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter starts the ranks
+if __name__ == "__main__":
     launcher.libraries = lambda args: []  # noqa: ARG005 (they make no optimizer)
 
 if __name__ == "__main__":

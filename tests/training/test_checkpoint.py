@@ -37,8 +37,8 @@ from training.checkpoint import (
     open_checkpoint,
     training_pieces,
 )
-from training.launch.distributed import make_world
 from training.launch.errors import RunError
+from training.launch.world import World
 from training.layouts.layout import Piece, whole_piece
 from training.layouts.tensor import flat_pieces
 from training.resume import Resume
@@ -283,7 +283,7 @@ def saver_of(rank: int, size: int, folder: Path, common: bool, background: bool 
     """With a folder in common, or one of its own, as on a host of its own."""
     mine = folder if common else folder / f"host{rank}"
     clean(mine)  # what an earlier run has left; before all ranks meet, as in `Saving`
-    return Saver(mine, make_world(rank, size), timeout=30, background=background)
+    return Saver(mine, World(rank, size), timeout=30, background=background)
 
 
 def of_main(saver: Saver, name: str) -> Checkpoint:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tests.ranks import Ranks
-from training.launch.distributed import make_world
 from training.launch.errors import RunError, UserError
+from training.launch.world import World
 from training.loop import Ahead, train
 from training.optimization import Optimizers, Recipe, check_warmup, clip_factor
 from training.options import Options
@@ -130,7 +130,7 @@ ROWS = [  # of two ranks: losses, and gradients
 def _rank(rank: int, world_size: int, on_nan: str) -> list[Any]:
     """What is said of each step, and the weights at the end."""
     recipe = recipe_of(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
-    parameters, optimizers = make(recipe, 2, 2, world=make_world(rank, world_size))
+    parameters, optimizers = make(recipe, 2, 2, world=World(rank, world_size))
     found: list[Any] = []
     for losses, gradients in ROWS:
         feed(parameters, gradients[rank])

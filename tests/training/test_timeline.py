@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 
 from project.figures.perfetto import write_trace
-from project.figures.runs import Run
+from project.figures.recorded import Run
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
-from training.launch.distributed import make_world
+from training.launch.world import World
 from training.timeline import Event, Timeline
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
     timeline = Timeline(num_steps=3)
-    nothing = Timeline(make_world(1, 2), num_steps=0)
+    nothing = Timeline(World(1, 2), num_steps=0)
     seen = []
     for _ in range(2):
         for item in timeline.over(nothing.over("xy")):
@@ -37,7 +37,7 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
 
 def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
     """What rank `rank` of two did, on a clock that is off."""
-    timeline = Timeline(make_world(rank, 2), about={"strategy": "ddp"}, offset=offset)
+    timeline = Timeline(World(rank, 2), about={"strategy": "ddp"}, offset=offset)
     timeline("F", 0, 0, 100.0 - offset, 100.25 - offset)
     timeline("B", 0, 0, 100.25 - offset, 101.0 - offset)
     timeline("all_reduce", 0, -1, 100.5 - offset, 101.5 - offset)
@@ -110,7 +110,7 @@ def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float
     """What a rank finds if its clock is ahead, and how long all took."""
     now, start = time.perf_counter, time.perf_counter()
     with mock.patch("training.launch.clocks.time.perf_counter", lambda: now() + ahead[rank]):
-        return clock_offset(make_world(rank, world_size)), now() - start
+        return clock_offset(World(rank, world_size)), now() - start
 
 
 def test_each_rank_finds_how_far_its_clock_is_off(three_ranks: Ranks) -> None:

@@ -20,6 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
+if not hasattr(signal, "SIGHUP"):
+    raise SystemExit(
+        "This program runs on Linux and macOS. On Windows use WSL (wsl --install), or a container."
+    )
+
 T = TypeVar("T")
 GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
 OF_TERMINAL: list[int] = [signal.SIGINT, signal.SIGHUP]
@@ -127,6 +132,24 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
             signal.signal(number, usual)
 
 
+def open_streams() -> None:
+    """Makes a standard stream that is closed (`>&-`) one that nobody reads. Otherwise Python's is
+    None, and the next file that is opened gets its number, and what a library prints."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        name, mode = [("stdin", "r"), ("stdout", "w"), ("stderr", "w")][number]
+        setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+    os.close(number)
+
+
+def exit_on_signals() -> None:
+    """From now on Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end the process at once: while libraries are
+    imported, one of which may swallow an exception, and as process 1 of a container, which the
+    system does not end by itself. `signals_end` takes over later."""
+    for number in ASKED:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+
+
 @contextmanager
 def signals_end() -> Iterator[None]:
     """Within it Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise Interrupted, so that half-written files
@@ -146,10 +169,9 @@ def signals_end() -> Iterator[None]:
         late[0].start()
         raise Interrupted(128 + number)
 
-    usual = (signal.SIG_DFL, signal.default_int_handler)
     atexit.register(ignore, ASKED)  # the run is over: a signal must not change its status
     try:
-        with handled([n for n in ASKED if signal.getsignal(n) in usual], end):
+        with handled([n for n in ASKED if signal.getsignal(n) is not signal.SIG_IGN], end):
             yield
     finally:
         if late:  # this replaces what writing to a closed terminal may have raised since

@@ -3,25 +3,24 @@
 Problem: one command must start N processes that find each other and are not reachable from outside
 this machine. If one of them fails, all must end quickly, with the traceback that matters.
 
-Idea: the program binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
-and passes the socket on. So no other run can take the port, and nothing listens on another
-interface, as torch's store does by default. The program may have threads, so it does not fork: it
-starts one new process, the starter, which imports what ranks need, forks them, hosts the store, and
-watches. Each rank reports to the starter, through a pipe, how it ended.
+Idea: the program binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process.
+So no other run can take the port, and nothing listens on another interface, as torch's store does
+by default. The program imports what ranks need, forks them before it reads data or computes, hosts
+the store, and watches. Each rank reads for itself, as under torchrun, and reports to the program,
+through a pipe, how it ended.
 
     what happens to a rank         who notices it                    what is printed
-    it raises                      the starter, by its report        the rank, its traceback
-    it is killed, or just exits    the starter, by the pipe's end    the rank, how it died
+    it raises                      the program, by its report        the rank, its traceback
+    it is killed, or just exits    the program, by the pipe's end    the rank, how it died
     it is stopped                  the others, after `timeout`       the traceback of the first
-    program or starter die         the system ends it (on Linux)
+    the program dies               the system ends it (on Linux)
 
 The first failure in time is printed, and below it what every rank did last: a rank that lost its
 connection to another, or timed out waiting for it, may be the first to say so. No collective waits
 longer than `timeout`, and no rank counts as done until all are.
 
-Cost: about four seconds of imports, once instead of per rank: one step of eight ranks of a tiny
-model takes 10 CPU seconds instead of 55. (Outside Linux, where forking is not safe, each rank
-imports for itself.)
+Cost: about four seconds of imports, once instead of per rank. (Outside Linux, where forking is not
+safe, and where there is a GPU, which no fork can use, each rank imports for itself.)
 
 Rejected: `torch.distributed.elastic.multiprocessing`, and Python's fork server; see docs/log.md.
 """
@@ -37,9 +36,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -48,31 +47,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.cores import core_slice
+from runtime.cores import core_slice, pin
 from training.options import VGG, Options
 
 from . import notice
-from .distributed import make_world
 from .errors import (
+    ASKED,
     GRACE,
     OF_TERMINAL,
     Interrupted,
     RunError,
     UserError,
     format_error,
-    handled,
     ignore,
     leave,
     say,
     torchrun,
     torchrun_world_size,
 )
-from .last_actions import WAITS, in_file, of_all_machines, table
-from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
+from .last_actions import in_file, table
+from .meeting import (
+    LOOPBACK,
+    agree_on_backend,
+    answer_within,
+    connect,
+    host_store,
+    listen,
+    meet,
+    setup,
+)
 from .memory import keep_freed_memory
 from .world import LastAction, World, choose_device, quiet_libraries
 
-STARTER = "the process that starts the ranks"
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, has seen who ended before this rank
 
 
@@ -99,23 +105,44 @@ def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
         _join_torchrun(main, settings, args)
         return
     listener = listen(settings.master_port or 0)  # before any process starts
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    starter = context.Process(target=_start_ranks, args=(settings, listener, theirs))
+    forks = sys.platform == "linux" and not torch.cuda.device_count()
+    context: Any = get_context("fork" if forks else "spawn")
+    if forks:
+        for library in libraries(settings):
+            importlib.import_module(library)
+        gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
+    else:
+        resource_tracker.ensure_running()  # when it starts, it unblocks signals
+    # Memory that the program shares with the ranks, an entry for each.
+    last = context.RawArray(LastAction, settings.world_size)
+    port = listener.getsockname()[1]
+    processes: list[Any] = []
+    pipes = []
+    # Until a rank has handlers of its own no signal reaches it: see `_rank_main`.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
     try:
-        with listener, terminal_ignored():  # the starter has a duplicate of the socket
-            starter.start()
-        theirs.close()  # only the children hold it: it ends when they have ended
-        with suppress(OSError):  # the starter has died: `_received` reports it
-            ours.send((main, args))
-        with notice.heeded(processes=[starter]) as came:
-            error = _received(ours, starter, STARTER)  # waits for the end of the run
+        for rank in range(settings.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, port, settings, theirs, last, main, args)
+            )
+            process.start()
+            processes.append(process)
+            pipes.append(ours)
+            theirs.close()  # else this process and later ranks would keep the pipe open
+        # Here, where it answers although a rank is stopped; its thread is not there to be forked.
+        _store = host_store(listener, settings.timeout)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        with notice.heeded(processes=processes) as came:
+            error = watch(processes, pipes, settings.timeout, last)  # until the end of the run
             asked = next(iter(came), None)
+        for process in processes if error is None or isinstance(error, notice.Ended) else ():
+            process.join(GRACE)  # they end by themselves: after the barrier, or what they save
     finally:
-        if starter.pid is not None:  # it was started
-            starter.kill()  # on Linux its ranks end with it
-            starter.join()
-        ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        for process in processes:
+            process.kill()
+            process.join()
     if isinstance(error, RankError):
         if asked is not None:  # before the ranks could save
             raise Interrupted(128 + asked)
@@ -125,64 +152,13 @@ def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
         raise error
 
 
-def _start_ranks(settings: Options, listener: socket.socket, report: Any) -> None:
-    """The starter's main. Reports None when all ranks are done, else what ended the run first."""
-    _end_with_parent()
-    ignore(OF_TERMINAL)  # they are blocked, too: see `terminal_ignored`
-    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-    try:
-        main, args = report.recv()
-        for library in libraries(settings):
-            importlib.import_module(library)
-        gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
-        # Memory that the starter shares with the ranks, an entry for each.
-        last = context.RawArray(LastAction, settings.world_size)
-        port = listener.getsockname()[1]
-        processes, pipes = [], []
-        for rank in range(settings.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main, args=(rank, port, settings, theirs, last, main, args)
-            )
-            process.start()
-            theirs.close()  # else the starter and later ranks would keep the pipe open
-            processes.append(process)
-            pipes.append(ours)
-        # Here, where it answers although a rank is stopped; its thread is not there to be forked.
-        _store = host_store(listener, settings.timeout)
-        with notice.heeded(processes=processes):
-            ended = watch(processes, pipes, settings.timeout, last)
-        if ended is None:
-            for process in processes:
-                process.join(GRACE)  # they end after the barrier
-    except BaseException as error:
-        ended = RankError.of(STARTER, format_error(error))
-    report.send(ended)
-
-
-@contextmanager
-def terminal_ignored() -> Iterator[None]:
-    """Processes started within it never see SIGINT and SIGHUP: a terminal sends them to all its
-    processes, but the parent ends the others. The parent hears one afterwards."""
-    came: list[int] = []
-    resource_tracker.ensure_running()  # when it starts, it unblocks signals
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)  # new processes inherit it
-    try:
-        with handled(OF_TERMINAL, lambda number, _: came.append(number)):
-            yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        for number in came[:1]:  # another thread has taken it
-            signal.raise_signal(number)
-
-
 class RankError(Exception):
-    """A rank, or the starter, has failed. The text is printed as it is, with the traceback."""
+    """A rank has failed. The text is printed as it is, with the traceback."""
 
     @classmethod
-    def of(cls, who: str, text: str) -> RankError:
+    def of(cls, rank: int, text: str) -> RankError:
         """With the first line of the text."""
-        return cls(f"{who} failed; the run has been ended.\n{text}")
+        return cls(f"rank {rank} failed; the run has been ended.\n{text}")
 
 
 def watch(
@@ -194,28 +170,30 @@ def watch(
     limit = None  # until the first report
     error: Exception | None = None
     while silent and error is None and (ready := wait([*silent], limit)):
-        for pipe in ready:
-            rank = silent.pop(pipe)  # it has reported, or its pipe has ended
-            error = error or _received(pipe, processes[rank], f"rank {rank}")
+        ranks = [silent.pop(pipe) for pipe in ready]  # they have reported, or their pipes ended
+        reports = [_received(pipes[rank], processes[rank], rank) for rank in ranks]
+        failures = [report for report in reports if report[1] is not None]
+        _, error = min(failures, key=lambda failure: failure[0], default=(0.0, None))
         limit = timeout  # one rank is done only after all have met at the final barrier
     if silent and error is None:
-        error = RankError.of(f"rank {min(silent.values())}", "It does not answer.\n")
+        error = RankError.of(min(silent.values()), "It does not answer.\n")
     return RankError(f"{error}{table(last)}") if isinstance(error, RankError) else error
 
 
-def _received(pipe: Any, process: Any, who: str) -> Exception | None:
-    """The report of a process, or how it died without one."""
+def _received(pipe: Any, process: Any, rank: int) -> tuple[float, Exception | None]:
+    """The report of a rank: when it ended (time.monotonic), and its error or None. If it died
+    without one, how; before all that reported, who may have lost their connection to it."""
     try:
-        error: Exception | None = pipe.recv()
-        return error
+        report: tuple[float, Exception | None] = pipe.recv()
+        return report
     except (EOFError, OSError):  # the latter: in the middle of its report
         process.join(GRACE)  # for its exit code
     code = process.exitcode
     if code is not None and code < 0:
         by = signal.Signals(-code)
         why = " Perhaps memory ran out: then the system does that." * (by is signal.SIGKILL)
-        return RankError.of(who, f"It was killed by {by.name}.{why}\n")
-    return RankError.of(who, f"It exited with status {code} before it was done.\n")
+        return 0.0, RankError.of(rank, f"It was killed by {by.name}.{why}\n")
+    return 0.0, RankError.of(rank, f"It exited with status {code} before it was done.\n")
 
 
 def _rank_main(
@@ -227,61 +205,73 @@ def _rank_main(
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """The main of a rank that the starter forks. Reports None when it is done, else its error."""
+    """The main of a rank that the program starts. Reports when it is done, or its error."""
     _end_with_parent()
+    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. The others end
+    # a rank, until `notice.heeded`; the program's own handlers are not for it.
+    ignore(OF_TERMINAL)
+    _end_on(set(ASKED) - set(OF_TERMINAL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
     try:
-        world = make_world(rank, settings.world_size, rank, last=last[rank])
-        _run_rank(world, settings, connect(LOOPBACK, port, settings.timeout), main, args)
+        world = World(rank, settings.world_size, rank, last=last[rank])
+        _run_rank(world, settings, partial(connect, port, settings.timeout), main, args)
     except BaseException as error:
+        ended = time.monotonic()
         explained = isinstance(error, (UserError, RunError))  # they need no traceback
-        pipe.send(error if explained else RankError.of(f"rank {rank}", format_error(error)))
+        pipe.send((ended, error if explained else RankError.of(rank, format_error(error))))
         leave("", 1)
-    pipe.send(None)  # after the barrier: all ranks are done
+    pipe.send((time.monotonic(), None))  # after the barrier: all ranks are done
+
+
+def _end_on(numbers: Iterable[int]) -> None:
+    """From now on these signals end this process at once, also while it waits in C."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
     """The same for a rank that torchrun starts."""
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a wait in gloo would not see torchrun's Ctrl-C
+    _end_on(ASKED)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     last: Any = (LastAction * local_size)()  # of this rank alone
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
         last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
-    store: Any = None
     try:
-        store = meet(rank, world_size, settings.timeout)
-        world = make_world(rank, world_size, local_rank, last=last[local_rank])
-        _run_rank(world, settings, store, main, args)
+        world = World(rank, world_size, local_rank, last=last[local_rank])
+        _run_rank(world, settings, partial(meet, settings.timeout), main, args)
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
         ignore([signal.SIGTERM])  # torchrun ends this rank, too
-        everyone: list[LastAction] = []
-        if store is not None and world_size > local_size:
-            waits = last[local_rank].name.decode() in WAITS
-            everyone = of_all_machines(store, last, rank - local_rank, world_size, waits)
-        say(table(last, rank - local_rank, everyone))
+        say(table(last, rank - local_rank))
         time.sleep(SEEN)
         leave("", 1)
 
 
 def _run_rank(
-    world: World, settings: Options, store: Any, main: Callable[..., None], args: Sequence[Any]
+    world: World,
+    settings: Options,
+    store_of: Callable[[], Any],
+    main: Callable[..., None],
+    args: Sequence[Any],
 ) -> None:
     """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
-    main, and waits for all ranks."""
+    main, and waits for all ranks. `store_of` connects to the store in which they meet."""
     world.last.note("start")
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank, local_size)
     gpu = _take_gpu(device) if device.type == "cuda" else ""
     cores = core_slice(world.local_rank, local_size, settings.cores_per_rank)
     if cores and not gpu:
-        os.sched_setaffinity(0, cores)
+        pin(cores)
         torch.set_num_threads(len(cores))
         keep_freed_memory()
-    backend = agree_on_backend(store, world.rank, world.world_size, gpu)
+    with answer_within(2 * settings.timeout, world.rank):  # once for the store, once for the ranks
+        store = store_of()
+        backend = agree_on_backend(store, world.rank, world.world_size, gpu)
     setup(
         world.rank, world.world_size, backend, store=store,
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],

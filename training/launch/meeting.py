@@ -1,17 +1,13 @@
 """Ranks find each other: on one machine over loopback alone, under torchrun in its store.
 
-A process group needs a store, in which ranks leave their addresses. On one machine the process that
-starts the ranks hosts it, on a socket that it has bound to 127.0.0.1 before. torchrun has one, too.
+A process group needs a store, in which ranks leave their addresses. On one machine the program that
+starts the ranks hosts it, on a socket that it has bound to 127.0.0.1 before.
 
-Problem: torchrun keeps one store for all its attempts and never clears it, so restarted ranks find
-addresses of the attempt before, and connect to ranks that are gone. The hosts' counts of restarts
-(TORCHELASTIC_RESTART_COUNT) differ, as does the number of ranks if a host has left.
-
-Idea: every rank writes a new random word. Rank 0 reads the words of all, and proposes their list.
-A rank that finds its own word in the list confirms it. If all have confirmed it, no word was left
-by a rank that is gone, and rank 0 closes the meeting; otherwise it reads the words again.
-
-Cost: a few messages of a rank, and at most BEAT seconds after the last has come.
+torchrun has a store, too, and keeps it for all its attempts. Restarted ranks would find addresses
+of the attempt before, and connect to ranks that are gone. On one host the number of the attempt
+keeps them apart; the counts of several hosts differ (TORCHELASTIC_RESTART_COUNT). With
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun opens a new store for every attempt: several hosts
+that may restart are refused without it.
 """
 
 from __future__ import annotations
@@ -19,24 +15,19 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswerError
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import psutil
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from .errors import RunError, UserError
+from .errors import RunError, UserError, leave
 
-T = TypeVar("T")
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
-BEAT = 0.02  # seconds between looks
 
 
 def setup(
@@ -59,7 +50,7 @@ def setup(
     """
     if store is None:
         hosts = rank == 0
-        store = host_store(listen(port), timeout) if hosts else connect(LOOPBACK, port, timeout)
+        store = host_store(listen(port), timeout) if hosts else connect(port, timeout)
     stay_on_interface_to(host)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -85,12 +76,10 @@ def host_store(listener: socket.socket, timeout: float) -> Any:
     )
 
 
-def connect(host: str, port: int, timeout: float, hosted_here: bool = False) -> Any:
-    """A store that a process on `host` hosts, or this one on all its interfaces."""
+def connect(port: int, timeout: float) -> Any:
+    """The store that another process of this machine hosts."""
     limit = timedelta(seconds=timeout)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, None, hosted_here, limit, False
-    )
+    return dist.TCPStore(LOOPBACK, port, None, False, limit, False)  # type: ignore[attr-defined]
 
 
 def stay_on_interface_to(host: str) -> None:
@@ -120,83 +109,57 @@ def agree_on_backend(store: Any, rank: int, world_size: int, gpu: str) -> str:
     Args:
         gpu: the UUID of this rank's GPU; empty without one. How many GPUs a rank sees does not tell
             whose they are: a scheduler may show each rank its own alone, or the same to all.
+
+    Raises:
+        RunError: ranks did not come within the time-out of the store; it names them.
     """
     keys = [f"GPU of rank {r}" for r in range(world_size)]
     store.set(keys[rank], gpu)
-    gpus = store.multi_get(keys)  # waits for all
+    try:
+        gpus = store.multi_get(keys)  # waits for all
+    except dist.DistError:
+        missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise RunError(
+            f"rank {rank} has waited {store.timeout.total_seconds():g} s at the start, and {who} "
+            f"of {world_size} did not come: look at their hosts, or give them longer with --timeout"
+        ) from None
     return "cpu:gloo,cuda:nccl" if len({*gpus} - {b""}) == world_size else "gloo"
 
 
-def in_time(seconds: float, ask: Callable[[], T]) -> T:
-    """What ask() returns or raises. NoAnswerError if that takes longer: a store whose host is
-    stopped keeps who asks it waiting for ever."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # ended with the process
-    return answer.result(seconds)
-
-
-def meet(rank: int, world_size: int, timeout: float) -> Any:
+def meet(timeout: float) -> Any:
     """A store that only the ranks of this attempt of torchrun have. All call it together.
 
     Raises:
-        RunError: a rank did not come, or the store did not answer, within `timeout` seconds.
+        UserError: the next attempt would find what this one leaves there.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    began = time.monotonic()
-
-    def come() -> Any:
-        store = connect(host, port, timeout, hosted_here)
-        return fresh_part(store, rank, world_size, timeout, began)
-
-    try:
-        return in_time(timeout + 1, come)  # it gives up by itself if the store answers
-    except NoAnswerError:
-        raise RunError(
-            f"rank {rank} has waited {timeout:g} s at the start, and torchrun's store did not "
-            f"answer: look at its host, {host}, or give it longer with --timeout"
-        ) from None
+    attempt, shared = "", os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared:
+        several, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        if int(several) > 1 and int(restarts):
+            raise UserError(
+                f"torchrun --max-restarts {restarts} on {several} hosts: restarted ranks would "
+                "look for those of the attempt before; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                "on every host, before torchrun --rdzv-backend c10d, gives each attempt its store"
+            )
+        attempt = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
 
 
-def fresh_part(
-    store: Any, rank: int, world_size: int, timeout: float, began: float | None = None
-) -> Any:
-    """The part of torchrun's store that only the ranks of this attempt have. All call it together.
-
-    Raises:
-        RunError: a rank did not come within `timeout` seconds of `began`, by default of the call;
-            it names those that are missing.
-    """
-    word, end = uuid4().hex, (began or time.monotonic()) + timeout
-    words = [f"word {r} of {world_size}" for r in range(world_size)]
-    proposed = f"list of {world_size}"
-    store.set(words[rank], word)
-    while time.monotonic() < end:
-        if rank == 0 and store.check(words):
-            store.set(proposed, " ".join(store.get(key).decode() for key in words))
-        if store.check([proposed]):
-            found = store.get(proposed).decode()
-            if found.split()[rank] == word:
-                store.set(f"{found} {rank}", "confirmed")
-                if rank == 0 and store.check([f"{found} {r}" for r in range(world_size)]):
-                    store.set(f"{found} closed", "")
-                if store.check([f"{found} closed"]):
-                    own = found.split()[0]  # rank 0's, which no other attempt has
-                    return dist.PrefixStore(own, store)  # type: ignore[attr-defined]
-        time.sleep(BEAT)
-    there = store.get(proposed).decode() if store.check([proposed]) else ""
-    keys = [f"{there} {r}" for r in range(world_size)] if word in there else words
-    missing = [r for r, key in enumerate(keys) if not store.check([key])] or [0]
-    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    raise RunError(
-        f"rank {rank} has waited {timeout:g} s at the start, and {ranks} of {world_size} did not "
-        "come: look at their hosts, or give them longer with --timeout"
+@contextmanager
+def answer_within(seconds: float, rank: int) -> Iterator[None]:
+    """Within it this process ends after so many seconds. A store whose host is stopped accepts
+    connections, and keeps who asks it waiting for ever."""
+    late = (
+        f"rank {rank} has waited {seconds:g} s at the start, and the ranks' store did not answer: "
+        f"look at its host, {os.environ.get('MASTER_ADDR', LOOPBACK)}, or give it longer with "
+        "--timeout\n"
     )
+    limit = threading.Timer(seconds, leave, (late, 1))
+    limit.daemon = True
+    limit.start()
+    try:
+        yield
+    finally:
+        limit.cancel()

@@ -5,11 +5,11 @@ unless all ranks save it now, after the same step; and the signal may reach only
 
 Idea: a signal only sets a flag. At the end of a step the ranks sum their flags, in the all-reduce
 that they make anyway (training/optimization.py); so all see it after the same step, save and end.
-In evaluation and translation, which no checkpoint holds, they sum them in all-reduces that nobody
-waits for (`Agreement`), and end at the same turn of the loop. Whoever starts ranks passes the
-signal on to them as SIGUSR1, which may come several times. A second SIGTERM ends at once.
+In evaluation and translation, which the epoch's checkpoint precedes, a rank just ends. Whoever
+starts ranks passes the signal on to them as SIGUSR1, which may come several times. A second SIGTERM
+ends at once.
 
-Cost: one number in an all-reduce, or two in one of their own; a step's time until the save.
+Cost: one number in an all-reduce; a step's time until the save.
 """
 
 from __future__ import annotations
@@ -67,15 +67,19 @@ def given() -> bool:
     return bool(_given)
 
 
-class Agreement:
-    """Ends a loop if this process was given notice; on all its ranks, if it has several
-    (distributed.py). All make it together, and call `turn` as often as they like, then `end`."""
+def end_if_given() -> None:
+    """In a loop of the evaluation: raises Ended if this process was given notice."""
+    if given():
+        raise Ended
 
-    def turn(self) -> None:
-        """A turn begins. Raises Ended."""
+
+@contextmanager
+def ends_waits() -> Iterator[None]:
+    """In the evaluation a rank that was given notice ends at its next turn. Within this a rank that
+    waits for one, and loses its connection, ends alike if it was given notice, too."""
+    try:
+        yield
+    except RuntimeError:
         if given():
-            raise Ended
-
-    def end(self) -> None:
-        """This rank has no turns left; returns when no rank has. Raises Ended."""
-        self.turn()
+            raise Ended from None
+        raise

@@ -1,7 +1,7 @@
 """Who this process is in its run, what it does, and what all ranks do together.
 
-This file has the `World` of a single process, and what every `World` can do; distributed.py has
-that of a rank among others.
+A rank that waits for rank 0's work, which may take minutes, would reach its time-out. So rank 0
+sends signs of life while it works.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from runtime.waits import DISK_GROUP
+
 from .errors import UserError
-from .notice import Agreement
 
 T = TypeVar("T")
+_BEAT = 0.1  # seconds between signs of life: less than any time-out
 
 
 class LastAction(ctypes.Structure):
@@ -46,9 +52,9 @@ class LastAction(ctypes.Structure):
 
 @dataclass(frozen=True)
 class World:
-    """A process that is alone in its run, the interface of those that are not (distributed.py). All
-    ranks call the methods together. `local_rank` counts on this machine, `rank` over all machines;
-    `last` is this process' last action.
+    """A rank among others, or a process that is alone in its run. All ranks call the methods
+    together. `local_rank` counts on this machine, `rank` over all machines; `last` is this process'
+    last action.
 
     `group` is the process group in which the ranks meet; None: there is none, or the default one.
     """
@@ -68,37 +74,89 @@ class World:
     def on_main(self, work: Callable[[], None]) -> None:
         """Runs work() on rank 0 while the others wait, however long it takes. `work` must not
         communicate. If it raises, rank 0 raises; the others continue."""
-        work()
+        self._while_others_wait(work if self.is_main else None)
 
     def on_all(self, work: Callable[[], None]) -> None:
-        """Like `on_main`; then it runs work() on every other rank, which may find it done."""
-        work()
+        """Like `on_main`; then it runs work() on every other rank, which may find it done; rank 0
+        waits for them."""
+        self.on_main(work)
+        self._while_others_wait(None if self.is_main else work)
+
+    def _while_others_wait(self, work: Callable[[], None] | None) -> None:
+        """Runs work() where there is some, until it has ended on all ranks."""
+        if self.world_size == 1:
+            if work is not None:
+                work()
+            return
+        done = torch.zeros(())  # reduced again and again, until it is 1
+        if work is None:
+            while not done.item():  # each of these pairs with one in `tell`
+                dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN, self.group)
+            return
+        finished = threading.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # another rank is gone: the launcher notices
+                while not done.item():
+                    done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
+                    dist.all_reduce(done, dist.ReduceOp.MIN, self.group)
+
+        teller = threading.Thread(target=tell, name="tell the others", daemon=True)
+        teller.start()
+        try:
+            work()
+        finally:
+            finished.set()
+            teller.join()  # from here on other collectives may follow
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
-        return [value]
+        """Every rank's value, by rank, on every rank; as bytes, so it may be of any kind."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, self.group)
+        return values
 
     def from_main(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
-        return value
+        """Rank 0's value, on every rank; as bytes, too."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, 0, self.group)
+        return values[0]
+
+    def made_by_main(self, make: Callable[[], T]) -> T:
+        """What make() returns on rank 0, on every rank; or all raise the UserError that it raises,
+        so that it is told once."""
+        made: T | UserError | None = None
+        if self.is_main:
+            try:
+                made = make()
+            except UserError as error:
+                made = error
+        made = self.from_main(made)
+        if isinstance(made, UserError):
+            raise made
+        return cast(T, made)
 
     def sum(self, values: Tensor) -> None:
-        """Adds up the values of all ranks, in place."""
+        """Adds up the values of all ranks, in place and where they are: the bits are the same on
+        all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self.group)
 
     def of_parts(self, part: int, value: T) -> list[T]:
-        """The value of each part of a batch, on every rank. This one has a `part`, as may others,
-        such as the stages of one pipeline: of these the last one's."""
-        found = dict(self.gather((part, value)))
-        return [found[part] for part in sorted(found)]
+        """Gathers one value per part of the batch. If several ranks share a part, such as the
+        stages of one pipeline, the highest rank's value is used."""
+        values = dict(self.gather((part, value)))
+        return [values[part] for part in sorted(values)]
 
-    def apart(self, seconds: float) -> World:  # noqa: ARG002
+    def apart(self, seconds: float) -> World:
         """The same ranks in a group of their own on the CPU, where a rank waits so long for
-        another: what they do there may run beside what they do here."""
-        return self
-
-    def agreement(self, every: int = 1) -> Agreement:  # noqa: ARG002
-        """Ends a loop on all ranks at the same turn, looking for notice in every so many turns."""
-        return Agreement()
+        another: what they do there may run beside what they do here. It is for checkpoints: the
+        time-outs of steps leave it as it is."""
+        if self.world_size == 1:
+            return self
+        limit = timedelta(seconds=seconds)
+        return replace(self, group=dist.new_group(None, limit, "gloo", group_desc=DISK_GROUP))
 
 
 def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:

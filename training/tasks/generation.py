@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from training.launch.world import World
+from training.launch import notice
 from training.progress import moving
 
 from .cache import Cache
@@ -54,7 +54,6 @@ def continue_all(
     device: torch.device | str,
     batch_size: int = 128,
     bar: str | None = None,
-    world: World = World(),  # noqa: B008 (it is immutable)
 ) -> list[str]:
     """The continuations of this rank's prompts, in their order. All ranks that share the model must
     call it.
@@ -64,7 +63,6 @@ def continue_all(
         most: maximum number of new tokens per prompt. With 0 or less there are none.
         batch_size: prompts of similar lengths that are continued together.
         bar: the text of a line that moves on a terminal; None shows none.
-        world: its ranks all call this, and end together if one is given notice.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     order = [i for i in range(len(prompts)) if most[i] > 0]
@@ -72,7 +70,6 @@ def continue_all(
     # At most so many tokens: a sentence that ends early takes what it had left off the rest.
     total = sum(most[i] for i in order)
     stop, num_tokens = tokenizer.eos_token_id, len(tokenizer)
-    agreement = world.agreement(every=8)
     line = moving(None, bar or "", total, "token", shown=bar is not None)
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
@@ -82,7 +79,7 @@ def continue_all(
         ).to(device)
         cache = Cache(batch, [len(prompts[i]) for i in batch], device)
         while cache.prompts:
-            agreement.turn()
+            notice.end_if_given()
             tokens = decoder.next_tokens(newest, cache, num_tokens)  # [B]
             going = []  # rows that continue
             for row, (i, token) in enumerate(zip(cache.prompts, tokens.tolist(), strict=True)):
@@ -100,8 +97,7 @@ def continue_all(
             cache.extend()  # a column for the tokens just found
             newest = tokens[:, None]
     line.close()
-    decoder.end(agreement.turn)  # other ranks may have sentences left
-    agreement.end()
+    decoder.end(notice.end_if_given)  # other ranks may have sentences left
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 

@@ -260,7 +260,7 @@ class SequenceTask(TrainingTask, ABC):
         mine = slice(model.part, None, model.parts)
         texts = continue_all(
             model, self.tokenizer, prompts[mine], most[mine], self.device,
-            bar=bar if world.is_main else None, world=world,
+            bar=bar if world.is_main else None,
         )  # fmt: skip
         every = world.of_parts(model.part, texts)
         return [every[i % model.parts][i // model.parts] for i in range(len(prompts))]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
-from unittest.mock import Mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.project.programs import ROOT, TINY
 from tests.warm import run_warm
-from training.launch.last_actions import of_all_machines, table, verdict
+from training.launch.last_actions import table, verdict
 from training.launch.world import LastAction
 
 
@@ -31,46 +27,6 @@ def test_the_columns_of_the_table() -> None:
         "   8                                                                       not yet",
         "   9  reduce-scatter                                12            3     0  61.0 s ago",
     ]
-
-
-def test_a_machine_that_says_nothing_is_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three machines with two ranks each; of the last, which is gone, nobody hears."""
-    monkeypatch.setattr("training.launch.last_actions.SAID", 1.0)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    last = (LastAction * 6)()
-    for action in last:
-        action.step = 7
-        action.note("all-reduce")
-    with ThreadPoolExecutor(2) as threads:
-        found = list(
-            threads.map(lambda k: of_all_machines(store, last[k : k + 2], k, 6, True), (0, 2))
-        )
-    assert [table(last[:2], 0, everyone).splitlines()[0] for everyone in found] == [
-        "4 of 6 ranks wait in all-reduce of step 7; ranks [4, 5] are elsewhere: look there"
-    ] * 2
-
-
-def test_a_rank_that_fails_alone_blames_nobody() -> None:
-    """It tells the others its action, and does not wait for theirs. A store may be gone."""
-    store, last = dist.HashStore(), (LastAction * 2)()  # type: ignore[attr-defined]
-    last[0].note("forward")
-    last[1].note("all-reduce")
-    begun = time.monotonic()
-    assert of_all_machines(store, [*last], 0, 4, False) == []
-    assert time.monotonic() - begun < 1
-    last[0].note("all-reduce")
-    (first, *_), gone = of_all_machines(store, last[1:], 1, 2, True), Mock()
-    assert first.name == b"forward"
-    gone.set.side_effect = RuntimeError("the connection was closed")
-    assert of_all_machines(gone, [*last], 0, 4, True) == []
-
-
-def test_a_store_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.last_actions.SAID", 0.1)
-    frozen, last, answer = Mock(), (LastAction * 2)(), Event()
-    frozen.check.side_effect = lambda _: answer.wait()
-    assert of_all_machines(frozen, [*last], 0, 4, True) == []
-    answer.set()
 
 
 HANG = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -11,29 +12,28 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock, call, patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.cores import core_slice
+from runtime.cores import core_slice, cpu_quota, pin, quota_note
 from tests.ranks import Ranks
 from tests.training import programs
 from tests.warm import run_warm
 from training.launch import launch as launcher
-from training.launch.distributed import make_world
-from training.launch.errors import RunError, UserError, format_error, handled
-from training.launch.launch import RankError, launch, terminal_ignored, watch
-from training.launch.meeting import agree_on_backend, fresh_part, listen, meet, stay_on_interface_to
+from training.launch.errors import RunError, UserError, format_error
+from training.launch.launch import RankError, launch, watch
+from training.launch.meeting import agree_on_backend, host_store, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
 from training.options import Options
 
@@ -55,72 +55,60 @@ def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> 
             assert known["returned"] == [False, True]
 
 
-def test_ctrl_c_while_a_process_is_started_is_heard_afterwards() -> None:
-    """But never by that process."""
-    blocks = "import signal; assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])"
-    with handled([signal.SIGINT], signal.default_int_handler):
-        with pytest.raises(KeyboardInterrupt), terminal_ignored():
-            os.kill(os.getpid(), signal.SIGINT)
-            status = subprocess.run([sys.executable, "-c", blocks]).returncode
-        assert status == 0
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-
-@pytest.mark.parametrize(
-    ("name", "who", "said"),
-    [
-        ("raise_on_one", "rank 1", "Traceback "),
-        ("kill_starter", launcher.STARTER, "It was killed by SIGKILL."),
-    ],
-)
-def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(
-    name: str, who: str, said: str, tmp_path: Path
-) -> None:
+def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(tmp_path: Path) -> None:
     """It leaves no process. A rank that is killed: see tests/test_failures.py."""
-    ended = run_warm([programs.__file__, name], tmp_path)
-    printed = ended.stderr
+    ended = run_warm([programs.__file__, "raise_on_one"], tmp_path)
     assert ended.returncode == 1
-    assert printed.startswith(f"\n{who} failed; the run has been ended.\n{said}")
-    times = int(said == "Traceback ")
+    assert ended.stderr.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
     words = ("Traceback", "\nValueError: the bug of rank 1\n", "programs.py", "failed")
-    assert [printed.count(word) for word in words] == [times, times, times, 1]
+    assert [ended.stderr.count(word) for word in words] == [1] * 4
 
 
 # Which failure is printed
 
 
-LOST = RankError.of("rank 0", "lost\n")
+def failed(rank: int, at: float) -> tuple[float, RankError]:
+    """The report of a rank that failed at that time."""
+    return at, RankError.of(rank, f"failed at {at}\n")
+
+
+DONE = (2.0, None)
 
 
 @pytest.mark.parametrize(
-    ("others", "code", "who", "said"),
+    ("reports", "code", "who", "said"),
     [
-        (None, -signal.SIGTERM, 1, "It was killed by SIGTERM."),
+        ((DONE, None, DONE), -signal.SIGTERM, 1, "It was killed by SIGTERM."),
         (
-            None,
+            (DONE, None, DONE),
             -signal.SIGKILL,
             1,
             "It was killed by SIGKILL. Perhaps memory ran out: then the system does that.",
         ),
-        (None, 0, 1, "It exited with status 0 before it was done."),
-        (None, None, 1, "It does not answer."),  # it is stopped, say, and others are done
-        (LOST, None, 0, "lost"),  # the first in time; they have waited for it
+        ((DONE, None, DONE), 0, 1, "It exited with status 0 before it was done."),
+        ((DONE, None, DONE), None, 1, "It does not answer."),  # it is stopped, say
+        # All are there when the program looks: the first in time, and not the lowest rank.
+        ((failed(0, 3.0), failed(1, 2.5), failed(2, 2.75)), None, 1, "failed at 2.5"),
+        ((failed(0, 1.0), failed(1, 2.0), DONE), None, 0, "failed at 1.0"),
+        # A rank that died says nothing: it is why the others have failed.
+        ((failed(0, 1.0), None, failed(2, 1.5)), -signal.SIGKILL, 1, "It was killed by SIGKILL."),
     ],
 )
 def test_the_first_failure_is_told_above_what_all_did_last(
-    monkeypatch: pytest.MonkeyPatch, others: RankError | None, code: int | None, who: int, said: str
+    monkeypatch: pytest.MonkeyPatch, reports: Any, code: int | None, who: int, said: str
 ) -> None:
     monkeypatch.setattr(launcher, "GRACE", 0.2)
     ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
     processes = [SimpleNamespace(exitcode=code, join=lambda _: None) for _ in range(3)]
-    theirs[0].send(others)
-    theirs[2].send(others)
-    if code is not None:
-        os.write(theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
-        theirs[1].close()
+    for pipe, report in zip(theirs, reports, strict=True):
+        if report is not None:
+            pipe.send(report)
+        elif code is not None:
+            os.write(pipe.fileno(), struct.pack("!i", 100) + b"half of a report")
+            pipe.close()
     lines = str(watch(processes, ours, 0.2, [])).splitlines()
-    assert lines[:2] == [f"rank {who} failed; the run has been ended.", said]
-    assert lines[2].startswith("rank  last action  ")
+    assert lines[0] == f"rank {who} failed; the run has been ended."
+    assert lines[1].startswith(said) and lines[2].startswith("rank  last action  ")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +139,7 @@ def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
             raise RunError("the disk is full")
 
     try:
-        make_world(rank, world_size).on_main(work)
+        World(rank, world_size).on_main(work)
     except RunError as error:
         return str(error)
     return "done" if mark.exists() else "early"
@@ -163,10 +151,9 @@ def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _apart(rank: int, world_size: int) -> None:
-    apart = make_world(rank, world_size).apart(30.0)
+    apart = World(rank, world_size).apart(30.0)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
         apart.on_main(lambda: None)
-        apart.agreement().end()
     groups = {call.kwargs.get("group", call.args[-1]) for call in called.mock_calls}
     assert groups == {apart.group} != {None}
 
@@ -220,6 +207,51 @@ def test_cores_are_dealt_out_in_consecutive_slices_to_and_fro(
         assert [core_slice(i, slices, each) for i in range(slices)] == expected
 
 
+CGROUPS = {
+    # /proc/self/cgroup; the files of limits; cores
+    "2": ("0::/a/b", {"a/b/cpu.max": "60000 100000", "a/cpu.max": "max 100000"}, 0.6),
+    "2, above": ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2.5),
+    "2, in a container": ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+    "2, none": ("0::/a", {"a/cpu.max": "max 100000"}, math.inf),
+    "1": (
+        "2:cpu,cpuacct:/docker/x\n1:memory:/y\n0::/",
+        {"cpu,cpuacct/cpu.cfs_quota_us": "50000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 0.5,
+    ),
+    "1, none": ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "9"}, math.inf),
+    "another system": (None, {}, math.inf),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_the_quota_of_a_container(case: str, tmp_path: Path) -> None:
+    processes, limits, quota = CGROUPS[case]
+    if processes is not None:
+        (tmp_path / "cgroup").write_text(f"{processes}\n")
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{limit}\n")
+    assert cpu_quota(tmp_path / "cgroup", tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [(0.6, [[2], [2]]), (2.0, [[2], [3]]), (2.5, [[2], [3]]), (9.0, [[2, 3], [5, 7]])],
+)
+def test_a_quota_counts_as_so_many_cores_and_takes_none_of_them(
+    quota: float, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All containers of a host would crowd on the same ones."""
+    pinned = Mock()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", pinned)
+    monkeypatch.setattr("runtime.cores.cpu_quota", lambda: quota)
+    assert [core_slice(i, 2) for i in range(2)] == expected
+    pin([2])
+    assert pinned.call_count == 0
+    said = [f"This container may use the time of {quota:g} of 4 cores: its quota counts."]
+    assert quota_note() == (said if quota < 4 else [])
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -234,7 +266,31 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     old = Mock(side_effect=RuntimeError("the driver is too old\nand more"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", old)
     with pytest.raises(UserError, match=r"^torch cannot .*\(the driver is too old\); --dev"):
-        launcher._run_rank(World(), Options(), None, print, ())
+        launcher._run_rank(World(), Options(), lambda: None, print, ())
+
+
+@pytest.mark.parametrize(("device", "taken"), [("cuda", torch.device("cuda", 1)), ("cpu", [5, 7])])
+def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
+    device: Any, taken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 of 4, of which each host has two, with three GPUs."""
+
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    for name in ("_end_with_parent", "_end_on"):  # of the process that runs tests
+        monkeypatch.setattr(launcher, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    seen = Mock(side_effect=RunError)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", seen)
+    monkeypatch.setattr(launcher, "pin", seen)
+    with pytest.raises(RunError):
+        launcher._join_torchrun(print, Options(device=device), ())
+    assert seen.mock_calls == [call(taken)]
 
 
 def agreed(*gpus: str) -> list[str]:
@@ -252,52 +308,62 @@ def test_hosts_agree_on_a_backend() -> None:
     assert agreed("", "") == ["gloo"] * 2
 
 
-# Ranks of one attempt meet in a store that others have left their words in
-
-
-def meet_all(store: Any, late: int, world_size: int = 3) -> list[Any]:
-    """What each rank is given; one comes when the others have read what was left of it."""
-
-    def come(rank: int) -> Any:
-        time.sleep(0.2 * (rank == late))
-        return fresh_part(store, rank, world_size, 10.0)
-
-    with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(come, range(world_size)))
-
-
-@pytest.mark.parametrize("late", [0, 2])
-def test_every_attempt_has_a_part_of_its_own(late: int) -> None:
+def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    for attempt, world_size in enumerate((3, 3, 2, 3)):  # a host leaves, and comes back
-        parts = meet_all(store, late, world_size)
-        assert [part.check(["address"]) for part in parts] == [False] * world_size
-        parts[0].set("address", str(attempt))
-        assert [part.get("address") for part in parts] == [str(attempt).encode()] * world_size
-
-
-def test_who_is_missing_is_named() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RunError, match=r"^rank 0 has waited 0.1 s .* ranks 1, 2 of 3 did not come"):
-        fresh_part(store, 0, 3, 0.1)
-    began = time.monotonic() - 9.95  # the store itself came late
-    with pytest.raises(RunError, match=r"^rank 0 has waited 10 s .* ranks 1, 2 of 3 did not come"):
-        fresh_part(store, 0, 3, 10.0, began)
-    meet_all(store, late=0)  # now all were there once
-    for rank, missing in ((0, "ranks 1, 2"), (1, "rank 0")):
-        with pytest.raises(RunError, match=f"and {missing} of 3 did not come: look at their hosts"):
-            fresh_part(store, rank, 3, 0.1)
+        agree_on_backend(store, 0, 3, "")
 
 
-@pytest.mark.usefixtures("capfd")  # torch prints that the store is gone
-def test_a_store_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+# Under torchrun
+
+TORCHRUN = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "RANK": "1", "WORLD_SIZE": "2",
+}  # fmt: skip
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The environment of a rank, and the socket at which its store answers or not."""
+    with listen() as listener:
+        for name, value in {**TORCHRUN, "MASTER_PORT": listener.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
+        yield listener
+
+
+def test_a_restarted_rank_finds_nothing_of_the_attempt_before(
+    torchrun: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one host, whose ranks count their attempts alike."""
+    _agent = host_store(torchrun, 10.0)
+    meet(10.0).set("address", "old")
+    assert meet(10.0).check(["address"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not meet(10.0).check(["address"])
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_several_hosts_may_not_restart_in_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their counts of attempts differ."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=r"^torchrun --max-restarts 2 on 3 hosts: .* export TORCH"):
+        meet(10.0)
+
+
+HANGS = """
+from training.launch.meeting import answer_within, meet
+
+with answer_within(1.0, 1):
+    meet(60.0).get("never")
+"""
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_store_that_is_stopped_is_named() -> None:
     """Its system accepts connections, and it never answers."""
-    before = set(enumerate_threads())
-    with listen() as stopped:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(stopped.getsockname()[1]))
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        with pytest.raises(RunError, match=r"^rank 1 has waited 0.1 s .* look at its host, 127\.0"):
-            meet(1, 2, 0.1)
-    for asking in {*enumerate_threads()} - before:
-        asking.join()
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "rank 1 has waited 1 s at the start" in ended.stderr
+    assert "look at its host, 127.0.0.1, or" in ended.stderr

@@ -26,7 +26,7 @@ from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
 from training.launch.errors import GRACE, UserError
-from training.launch.notice import Ended, given, heeded
+from training.launch.notice import Ended, ends_waits, given, heeded
 from training.launch.world import World
 from training.resume import Saving
 
@@ -75,11 +75,13 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
 
 
 SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
-TURN = "training.launch.distributed.RanksAgree.turn"
+TURN = "training.launch.notice.end_if_given"
 
 
-def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) -> None:
-    """Notice, as it calls a function for the so many-th time since the first checkpoint."""
+def to_ranks(
+    rank: int, patches: pytest.MonkeyPatch, to: tuple[int, ...], function: str, call: int
+) -> None:
+    """Notice, as they call a function for the so many-th time since the first checkpoint."""
     calls: list[str] = []
 
     def noting(name: str) -> Callable[..., Any]:
@@ -87,7 +89,7 @@ def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) 
 
         def noted(*args: Any) -> Any:
             calls.append(name)
-            if rank == 1 and SAVE in calls and calls[calls.index(SAVE) :].count(function) == call:
+            if rank in to and SAVE in calls and calls[calls.index(SAVE) :].count(function) == call:
                 signal.raise_signal(signal.SIGUSR1)
             return original(*args)
 
@@ -98,19 +100,25 @@ def to_rank_1(rank: int, patches: pytest.MonkeyPatch, function: str, call: int) 
 
 
 @pytest.mark.parametrize(
-    ("line", "function", "call", "saved"),
+    ("line", "to", "function", "call", "saved"),
     [
-        ("train tensor --save_every 2", STEP, 2, 5),
-        ("run_data_parallel", TURN, 2, 6),  # in the validation, which has three turns
-        ("train 3d --dp 2", TURN, 8, 6),  # in the translation
+        ("train tensor --save_every 2", (1,), STEP, 2, 5),
+        ("run_data_parallel", (0, 1), TURN, 2, 6),  # in the validation, which has three turns
+        ("train 3d --dp 2", (0, 1), TURN, 8, 6),  # in the translation
     ],
 )
-def test_notice_to_one_rank_ends_all(
-    ranks: Ranks, tmp_path: Path, line: str, function: str, call: int, saved: int
+def test_notice_ends_all(
+    ranks: Ranks,
+    tmp_path: Path,
+    line: str,
+    to: tuple[int, ...],
+    function: str,
+    call: int,
+    saved: int,
 ) -> None:
-    """After the same step, batch or token. What precedes an evaluation had been saved before it."""
+    """One rank's, after a step; in an evaluation, which a checkpoint precedes, each its own."""
     line += f" {TINY} --n_train 36 --n_validation 36 --workdir {tmp_path}"
-    printed, error = run(line, ranks, partial(to_rank_1, function=function, call=call))
+    printed, error = run(line, ranks, partial(to_ranks, to=to, function=function, call=call))
     said = f"The run was asked to end: step {saved} is saved, and --resume goes on from there."
     assert error == said, printed
     assert len(losses(tmp_path)) == saved and (tmp_path / ENDED).is_file()
@@ -129,6 +137,17 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
     with pytest.raises(Ended, match="no step is saved"), saving.before_the_end():
         raise Ended
     assert not (tmp_path / ENDED).exists()
+
+
+def test_in_an_evaluation_a_rank_ends_that_waited_for_one_that_has_ended() -> None:
+    """If it was given notice, too."""
+    lost = RuntimeError("Connection closed by peer")
+    with heeded():
+        with pytest.raises(RuntimeError, match="Connection closed"), ends_waits():
+            raise lost
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Ended), ends_waits():
+            raise lost
 
 
 def test_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end(

@@ -25,7 +25,7 @@ from tests.equivalence.plain import plain
 from tests.equivalence.problems import Sentences
 from tests.ranks import Ranks, sharing
 from training.launch.compare_ranks import check_replicas
-from training.launch.distributed import make_world
+from training.launch.world import World
 from training.layouts.setup import Setup
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
@@ -74,7 +74,7 @@ def reference() -> Any:
 def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequence: bool) -> None:
     """Raises RunError if the gradients of copies differ in one of two steps. (In the weights their
     last bits show later.)"""
-    world = make_world(rank, world_size)
+    world = World(rank, world_size)
     mesh, task = make_mesh(6 // (pp * tp), pp, tp, 60.0), PROBLEM.task(world, torch.float32)
     options = Options(num_microbatches=2, zero=zero or None, sequence_parallel=sequence)
     setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=(3, 3) if pp > 1 else None)
