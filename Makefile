@@ -94,7 +94,7 @@ report: $(REPORT)/dp1/summary.json $(REPORT)/dp2/summary.json $(REPORT)/mp/summa
 	  --template project/page/cmu_11868.html --output $(REPORT)/report.html
 
 STEPS := --num_batches 9 --timeline 8 --keep 0 --device cpu
-RUNS := ddp=1,ddp=2,fsdp=1,fsdp=2,model=2,pipeline=2 --workdir workdir_figures
+RUNS := ddp=1 ddp=2 fsdp=1 fsdp=2 model=2 pipeline=2 --workdir workdir_figures --output submit_figures
 
 figures: report
 	for n in 1 2; do for s in ddp fsdp; do \
@@ -104,11 +104,11 @@ figures: report
 	$(RUN) project/train.py pipeline $(STEPS) --workdir workdir_figures/pipeline2
 	$(RUN) project/train.py 3d --dp 2 --pp 2 --tp 2 --model gpt2-mini --num_batches 6 \
 	  --workdir workdir_figures/3d2x2x2
-	$(RUN) project/plot.py schedule --schedule gpipe --num_devices 2 --n_chunk 4
-	$(RUN) project/plot.py schedule --schedule 1f1b
+	$(RUN) project/plot.py schedule --schedule gpipe --num_devices 2 --n_chunk 4 --output submit_figures
+	$(RUN) project/plot.py schedule --schedule 1f1b --output submit_figures
 	$(RUN) project/plot.py split_time $(RUNS)
 	$(RUN) project/plot.py throughput $(RUNS)
-	$(RUN) project/plot.py memory ddp=2,fsdp=2 --workdir workdir_figures
+	$(RUN) project/plot.py memory ddp=2 fsdp=2 --workdir workdir_figures --output submit_figures
 	for r in pipeline2 fsdp2 3d2x2x2; do \
 	  $(RUN) project/plot.py timeline workdir_figures/$$r --output submit_figures || exit; \
 	done

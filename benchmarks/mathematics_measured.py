@@ -31,8 +31,7 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
-from project.figures.recorded import Run
-from project.figures.steps import bubbles, in_step, steps_of
+from project.figures.runs import Run, bubbles, in_step, steps_of
 from runtime.communicator import Communicator
 from tests.ranks import sharing
 from training.launch.launch import launch

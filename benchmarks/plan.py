@@ -30,7 +30,7 @@ from planning.calibrate import calibrate
 from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
 from project.figures.compared import compare_step
-from project.figures.recorded import Run
+from project.figures.runs import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10

@@ -4,13 +4,13 @@
     python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
     python project/plot.py training workdir              of several: their losses beside each other
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
-    python project/plot.py timeline workdir_pp           draws into workdir_pp
-    python project/plot.py split_time ddp=1,ddp=2     also throughput, memory, timeline pipeline=3
+    python project/plot.py timeline workdir_pp
+    python project/plot.py split_time ddp=1 ddp=2        also throughput, memory
 
-All but `timeline` of a folder draw into submit_figures/, unless --output says otherwise. `make
-figures` makes all runs and draws all figures. ddp=2 is the run that `python project/train.py ddp
---world_size 2` leaves in workdir/ddp2. Bars are means, error bars standard deviations; the first
-epoch or step is slower and left out.
+A run is its folder; or ddp=2, which is what `python project/train.py ddp --world_size 2` leaves in
+workdir/ddp2; or ddp, which is that with the most processes. A picture goes into the folder of the
+first run, unless -o says otherwise. `make figures` makes all runs and draws all figures. Bars are
+means, error bars standard deviations; the first epoch or step is slower and left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,12 +29,20 @@ from pipeline.schedules.catalogue import SCHEDULES
 from project.command_line import Parser
 from training.options import count
 
-OUTPUT = Path("submit_figures")
-MOST_STAGES, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
-OF_TRAIN = {  # figures of runs of train.py
+OUTPUT = Path("submit_figures")  # of the course's functions
+WORKDIR = Path("workdir")
+MOST_RANKS, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
+FORMATS = (".png", ".pdf", ".svg")
+OF_RUNS = {
+    "training": "losses and score of runs after each epoch",
+    "timeline": "what each worker did when in one step, beside the ideal",
     "split_time": "computation, exposed communication and idle time of a step",
     "throughput": "examples per second of runs, beside the ideal",
     "memory": "parameters, gradients, optimizer state and peak of each rank",
+}
+PAIRS = {
+    "data_parallel": ("single", "multiple", "one process against several"),
+    "pipeline": ("model_parallel", "pipeline_parallel", "a pipeline against one stage at a time"),
 }
 
 
@@ -44,57 +51,42 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, where: str = str(OUTPUT)) -> Callable[..., argparse.Action]:
-        added = commands.add_parser(name, help=text)
-        added.add_argument("--output", type=Path, metavar="PATH",
-            help=f"the picture, or a folder for it ({where})")  # fmt: skip
-        return added.add_argument
+    def command(name: str, text: str, where: str) -> Callable[..., argparse.Action]:
+        option = commands.add_parser(name, help=text).add_argument
+        option("-o", "--output", type=Path, metavar="PATH",
+            help=f"the picture, or a folder for it; default: {where}")  # fmt: skip
+        return option
 
-    # fmt: off
-    run: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "workdir of this run"}
-    root: dict[str, Any] = {"type": Path, "metavar": "DIR", "default": Path("workdir"),
-                            "help": "folder of the runs' folders (%(default)s)"}
-    option = command("data_parallel", "time and throughput of one process against several")
-    option("--single", required=True, **run)
-    option("--multiple", required=True, **run)
-    option = command("pipeline", "time and throughput of a pipeline against one stage at a time")
-    option("--model_parallel", required=True, **run)
-    option("--pipeline_parallel", required=True, **run)
-    option = command("training", "losses and score of runs after each epoch")
-    option("workdir", nargs="+", **run)
-    option = command("schedule", "clock table of a pipeline schedule, printed and drawn")
+    for name, (*runs, text) in PAIRS.items():
+        option = command(name, f"time and throughput of {text}", "the first run's folder")
+        for run in runs:
+            option(f"--{run}", type=Path, required=True, metavar="DIR", help="a run's workdir")
+    for name, text in OF_RUNS.items():
+        option = command(name, text, "the first run's folder")
+        option("runs", nargs=1 if name == "timeline" else "+", metavar="RUN",
+               help="a run's workdir; or e.g. ddp=1 ddp=2, or ddp fsdp")  # fmt: skip
+        option("--workdir", type=Path, metavar="DIR", default=WORKDIR,
+               help="folder of the runs' folders (%(default)s)")  # fmt: skip
+        if name == "timeline":
+            option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
+    option = command("schedule", "clock table of a schedule, printed and drawn", str(WORKDIR))
     option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
-    option("--num_devices", "--stages", type=count, metavar="K", default=4, help="stages (4)")
-    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8,
-           help="micro-batches (8)")
-    option("--chunks", type=count, metavar="V", help="chunks per rank, of interleaved (2)")
-    where = f"RUN's own folder; {OUTPUT} for e.g. pipeline=3"
-    option = command("timeline", "what each worker did when in one step, beside the ideal", where)
-    option("run", metavar="RUN", help="the workdir of a run with --timeline, or e.g. pipeline=3")
-    option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
-    option("--workdir", **root)
-    for name, text in OF_TRAIN.items():
-        option = command(name, text)
-        option("runs", nargs="+", help="e.g. ddp=1,ddp=2, or ddp=1 ddp=2")
-        option("--workdir", **root)
-    # fmt: on
+    option("--num_devices", "--stages", type=count, metavar="K", default=4,
+           help="ranks; under most schedules each has one stage (4)")  # fmt: skip
+    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="(8)")
+    option("--chunks", type=count, metavar="V", help="stages per rank, of interleaved (2)")
     args = parser.parse_args(argv)
-    of_one = args.figure == "timeline" and is_folder(args.run)  # where its trace is written, too
-    args.output = args.output or (Path(args.run) if of_one else OUTPUT)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
-        if n > MOST_STAGES or n * m > MOST_CELLS:
+        if n > MOST_RANKS or n * m > MOST_CELLS:
             parser.error(
-                f"--num_devices {n} --num_microbatches {m}: a picture has room for {MOST_STAGES} "
-                f"stages, and for {MOST_CELLS} micro-batches over all stages; --num_devices 4 "
+                f"--num_devices {n} --num_microbatches {m}: a picture has room for {MOST_RANKS} "
+                f"ranks, and for {MOST_CELLS} micro-batches over all ranks; --num_devices 4 "
                 "--num_microbatches 8 works"
             )
+    if args.output and args.output.suffix in FORMATS and args.figure in PAIRS:
+        parser.error(f"--output {args.output}: {args.figure} draws two pictures; name a folder")
     return args
-
-
-def is_folder(run: str) -> bool:
-    """Whether this is a workdir, which may be called lr=0.1, and no name such as ddp=2."""
-    return "=" not in run or Path(run).is_dir()
 
 
 if __name__ == "__main__":
@@ -104,8 +96,7 @@ from project.figures.bars import Bar, draw_bars
 from project.figures.compared import compare_step
 from project.figures.gantt import draw_step, plot_schedule
 from project.figures.perfetto import write_trace
-from project.figures.recorded import Run, mean_and_std, speed_up
-from project.figures.steps import in_step, shares, steps_of
+from project.figures.runs import Run, in_step, mean_and_std, shares, speed_up, steps_of
 from project.figures.style import plot_training, readable
 from project.strategies import PAGES
 from training.files import SUMMARY
@@ -124,7 +115,6 @@ FACTS = (  # of the line below a picture
     "model", "strategy", "world_size", "pp", "tp", "num_devices", "schedule", "num_microbatches",
     "batch_size",
 )  # fmt: skip
-FORMATS = (".png", ".pdf", ".svg")
 TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
 
 
@@ -139,7 +129,7 @@ def plot(
     ValueError if the three differ in length."""
     values = zip(labels, means, stds, strict=True)
     bars = [Bar(label, {"measured": mean}, std) for label, mean, std in values]
-    return draw_bars(Path(fig_name), bars, title="", foot="", ylabel=ylabel)
+    return draw_bars(Path(fig_name), bars, "", ylabel)
 
 
 def plot_results(
@@ -171,10 +161,10 @@ def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
     different precision, or on different data."""
     for name in names:
         given = [(run.summary.get(name), run.folder) for run in runs]
-        held = {str(value): folder for value, folder in given if value is not None}
-        if len(held) > 1:
-            found = ", ".join(f"{folder} {value}" for value, folder in held.items())
-            raise UserError(f"only runs of the same {name} compare, and these differ: {found}")
+        folders = {str(value): folder for value, folder in given if value is not None}
+        if len(folders) > 1:
+            said = ", ".join(f"{folder} {value}" for value, folder in folders.items())
+            raise UserError(f"only runs of the same {name} compare, and these differ: {said}")
 
 
 # A run of a course's program against its baseline
@@ -189,8 +179,7 @@ def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
             f"--single {single.folder} has {counted(one, 'rank')}, --multiple {multiple.folder} "
             f"has {n}; needed are 1 and 2 or more"
         )
-    labels = ("1 process", f"{n} processes")
-    return plot_speed_up("data_parallel", (single, multiple), labels, n, output)
+    return plot_speed_up("data_parallel", single, multiple, f"{n} processes", n, output)
 
 
 def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> list[Path]:
@@ -201,72 +190,76 @@ def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> 
     """
     runs = (model_parallel, pipeline_parallel)
     for run, mode in zip(runs, ("model_parallel", "pipeline_parallel"), strict=True):
-        if (found := run.summary.get("model_parallel_mode")) != mode:
-            raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {found}")
+        if (other := run.summary.get("model_parallel_mode")) != mode:
+            raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {other}")
     check_alike(runs, ["batch_size"])
     m, n = (pipeline_parallel.summary[name] for name in ("num_microbatches", "num_devices"))
-    labels = ("model parallel", "pipeline")
-    return plot_speed_up("pipeline", runs, labels, n * m / (m + n - 1), output)
+    return plot_speed_up("pipeline", *runs, "pipeline", n * m / (m + n - 1), output)
 
 
 def plot_speed_up(
-    name: str, runs: tuple[Run, Run], labels: tuple[str, str], ideal: float, output: Path
+    name: str, baseline: Run, measured: Run, label: str, ideal: float, output: Path
 ) -> list[Path]:
     """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run:
     means over all epochs but the first, and standard deviations. The `ideal` speed-up is drawn if
     processes have equally many cores, and batches are of one size, in both."""
+    runs = (baseline, measured)
     check_alike(runs)
-    baseline, measured = runs
     if min(len(run.epochs) for run in runs) < 2:
         raise UserError(
             f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
             "left out"
         )
     alike = all(len({run.summary.get(key) for run in runs}) == 1 for key in ("cores", "batch_size"))
+    before = "model parallel" if name == "pipeline" else "1 process"
     paths = []
-    for metric, file, power in (
-        ("training_time", "training_time", -1),
-        ("tokens_per_sec", "throughput", 1),
-    ):
+    for metric, ylabel in YLABELS.items():
+        power = -1 if metric == "training_time" else 1
         base, spread = baseline.over_epochs(metric)
-        shown = {labels[1]: measured.over_epochs(metric)}
+        shown = {label: measured.over_epochs(metric)}
         if metric == "training_time" and len(measured.epochs[0]) > 1:
             ranks = zip(*measured.epochs[1:], strict=True)
             shown = {
                 f"rank {r}": mean_and_std([epoch[metric] for epoch in rank])
                 for r, rank in enumerate(ranks)
             }
-        bars = [Bar(labels[0], {"baseline": base}, spread)]
-        for label, (mean, std) in shown.items():
-            bars.append(Bar(label, {"measured": mean}, std, f"{(mean / base) ** power:.2f}x"))
+        bars = [Bar(before, {"baseline": base}, spread)]
+        for bar, (mean, std) in shown.items():
+            bars.append(Bar(bar, {"measured": mean}, std, f"{(mean / base) ** power:.2f}x"))
         if alike:
             bars.append(Bar("ideal", {"ideal": base * ideal**power}, inside=f"{ideal:.3g}x"))
-        title = f"speed-up of {labels[1]} over {labels[0]}: "
-        title += f"{speed_up(measured, baseline, metric):.2f}x"
-        paths.append(output / f"{name}_{file}.png")
-        draw_bars(paths[-1], bars, title=title, foot=describe(measured), ylabel=YLABELS[metric])
+        gain = speed_up(measured, baseline, metric)
+        title = f"speed-up of {label} over {before}: {gain:.2f}x"
+        kind = "throughput" if metric == "tokens_per_sec" else metric
+        path = output / f"{name}_{kind}.png"
+        paths.append(draw_bars(path, bars, title, ylabel, describe(measured)))
     return paths
 
 
-# Runs of train.py
+# Any runs
 
 
-def named(name: str, root: Path) -> Run:
-    """A run of train.py, such as ddp=2. Raises UserError if there is no such run, with the command
-    that makes it."""
-    strategy, _, workers = name.partition("=")
-    if strategy not in STRATEGIES or not workers.isdecimal():
+def run_of(word: str, root: Path) -> Run:
+    """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
+    with the most. Raises UserError if there is none, with the command that makes it."""
+    strategy, _, workers = word.partition("=")
+    if strategy not in STRATEGIES or not (workers.isdecimal() or word == strategy):
+        if word and Path(word).is_dir():
+            return Run(Path(word))
         raise UserError(
-            f"{name}: it must be a strategy ({', '.join(STRATEGIES)}) with its number of "
-            "processes, as ddp=2"
+            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(STRATEGIES)}), "
+            "also with its number of processes, as ddp=2"
         )
-    folder = root / f"{strategy}{workers}"
-    if not (folder / SUMMARY).is_file():
+    made = [int(number) for path in root.glob(f"{strategy}*/{SUMMARY}")
+            if (number := path.parent.name.removeprefix(strategy)).isdecimal()]  # fmt: skip
+    n = int(workers or max(made, default=2))
+    folder = root / f"{strategy}{n}"
+    if n not in made:
         model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
+        size = "" if strategy == "single" else f" --world_size {n}"
         raise UserError(
-            f"no finished run in {folder}; make it with: python project/train.py {strategy} "
-            f"--world_size {workers}{model} --num_batches 9 --timeline 8 "
-            f"--workdir {shlex.quote(str(folder))}"
+            f"no finished run in {folder}; make it with: python project/train.py {strategy}{size}"
+            f"{model} --num_batches 9 --timeline 8 --workdir {shlex.quote(str(folder))}"
         )
     return Run(folder)
 
@@ -281,7 +274,7 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     sent, idle = (last.parts[kind] / last.total for kind in ("communication", "idle"))
     title = f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}"
     foot = "communication: exchange and waiting that no computation hides"
-    return draw_bars(path, bars, title=title, foot=foot, ylabel="a step (ms)")
+    return draw_bars(path, bars, title, "a step (ms)", foot)
 
 
 def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
@@ -300,31 +293,25 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         ideal = run.summary["world_size"] / base.summary["world_size"]
         bars.append(Bar(run.name, {"measured": mean}, std, f"{mean / before:.2f}x"))
         bars.append(Bar("ideal", {"ideal": before * ideal}, inside=f"{ideal:.3g}x"))
-    found = ", ".join(f"{run.name} {readable(run.speed()[0])}" for run in runs)
-    ylabel = "all workers together"
-    return draw_bars(path, bars, title=f"examples per second: {found}", foot="", ylabel=ylabel)
+    speeds = ", ".join(f"{run.name} {readable(run.speed()[0])}" for run in runs)
+    return draw_bars(path, bars, f"examples per second: {speeds}", "all workers together")
 
 
-def plot_memory(
-    runs: Sequence[Run], path: Path, predicted: Sequence[float] = (), limit: float = 0.0
-) -> Path:
+def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     """Draws parameters, gradients, optimizer state and the rest of the peak, for each rank of each
-    run; and lines for the bytes that a planner `predicted` of the ranks, and for their limit."""
+    run."""
     bars, most = [], list[str]()
     for run in runs:
-        state, peaks = run.summary["state_bytes"], run.summary["peak_rss_bytes"]
-        for rank, peak in enumerate(peaks):
+        state = run.summary["state_bytes"]
+        for rank, peak in enumerate(run.summary["peak_rss_bytes"]):
             parts = {kind: values[rank] / 1e6 for kind, values in state.items()}
             parts["rest of the peak"] = peak / 1e6 - sum(parts.values())
-            planned = predicted[rank] / 1e6 if predicted else 0.0
-            bars.append(Bar(f"{run.name}, rank {rank}", parts, predicted=planned))
+            bars.append(Bar(f"{run.name}, rank {rank}", parts))
         held = max(map(sum, zip(*state.values(), strict=True)))
         most.append(f"{run.name} {readable(held / 1e6)}")
     title = f"MB of state per rank: {', '.join(most)}"
     foot = "rest of the peak: activations, Python and libraries"
-    if limit:
-        foot += f"; the limit is {readable(limit / 1e6)} MB"
-    return draw_bars(path, bars, title=title, foot=foot, ylabel="MB", limit=limit / 1e6)
+    return draw_bars(path, bars, title, "MB", foot)
 
 
 # The command line
@@ -334,33 +321,38 @@ COMPARED = {"split_time": plot_split_time, "throughput": plot_throughput, "memor
 
 def draw_figure(args: argparse.Namespace) -> list[Path]:
     """Draws what the command line asks for; returns the paths."""
-    name, output = args.figure, args.output
-    is_picture = output.suffix in FORMATS
-    if is_picture and name in ("data_parallel", "pipeline"):
-        raise UserError(f"--output {output}: {name} draws two pictures; name a folder")
+    name = args.figure
+    if name in PAIRS:
+        baseline, measured = (Run(getattr(args, option)) for option in PAIRS[name][:2])
+        draw = plot_data_parallel if name == "data_parallel" else plot_pipeline
+        return draw(baseline, measured, args.output or baseline.folder)
 
-    def path(stem: str) -> Path:
-        return output if is_picture else output / f"{stem}.png"
+    def path(folder: Path, stem: str) -> Path:
+        output = args.output or folder
+        return output if output.suffix in FORMATS else output / f"{stem}.png"
 
-    if name == "data_parallel":
-        return plot_data_parallel(Run(args.single), Run(args.multiple), output)
-    if name == "pipeline":
-        return plot_pipeline(Run(args.model_parallel), Run(args.pipeline_parallel), output)
-    if name == "training":
-        stem = "losses" if len(args.workdir) > 1 else "training"
-        return [plot_training(path(stem), args.workdir, describe(Run(args.workdir[-1])))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks
-        return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
+        picture = path(WORKDIR, f"schedule_{args.schedule}")
+        return [plot_schedule(args.schedule, *sizes, picture)]
+    words = ",".join(args.runs).split(",")
+    runs = [run_of(word, args.workdir) for word in words]
+    first = runs[0].folder
+    if name == "training":
+        stem = "losses" if len(runs) > 1 else "training"
+        folders = [run.folder for run in runs]
+        return [plot_training(path(first, stem), folders, describe(runs[-1]))]
     if name == "timeline":
-        run = Run(Path(args.run)) if is_folder(args.run) else named(args.run, args.workdir)
+        (run,) = runs
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
-        drawn = draw_step(path(f"timeline_{run.name}"), step, "ideal", foot=describe(run))
+        drawn = draw_step(path(first, f"timeline_{run.name}"), step, "ideal", describe(run))
         print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")
         return [drawn]
-    runs = [named(run, args.workdir) for run in ",".join(args.runs).split(",")]
     check_alike(runs)
-    return [COMPARED[name](runs, path(name))]
+    for run in runs:
+        if "step_seconds" not in run.summary:
+            raise UserError(f"{run.folder} has no {SUMMARY}; name the --workdir of a finished run")
+    return [COMPARED[name](runs, path(first, name))]
 
 
 def main() -> None:

@@ -3,11 +3,11 @@
     python project/report.py workdir                            writes workdir/report.html
     python project/report.py workdir_ddp workdir_3d --machine machine.yaml --output both.html
 
-Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, every
-idle gap explained, memory per rank, bytes per link, whether its weights are those of one process
-(--check_weights), and sliders that simulate the step again with more micro-batches, another
-schedule, or another cut. Of all runs: losses, speed, and the error of the planner, if --machine
-says on what they ran: a name or a file as `plan.py calibrate` writes.
+Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, sliders
+that simulate it again with more micro-batches, another schedule, or another cut, every idle gap
+explained, memory per rank, and whether its weights are those of one process (--check_weights). Of
+all runs: losses, speed, and the error of the planner, if --machine says on what they ran: a name, a
+file, or `this` for this computer.
 
 The page needs no network, and no JavaScript but for the sliders. Every number in it comes from the
 files of the runs.
@@ -19,7 +19,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from pipeline.schedules.catalogue import SCHEDULES, find
@@ -45,10 +46,9 @@ from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import read_json
 from project.figures.gantt import draw_step
-from project.figures.recorded import Run, speed_up
+from project.figures.runs import Run, speed_up
 from project.figures.style import LINES, picture, readable
 from project.plot import describe as in_words
-from project.plot import plot_memory
 from training.files import OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
@@ -126,7 +126,7 @@ class Reported(Run):
 
     @property
     def seconds(self) -> float:
-        """Of a step: the median of all but the first."""
+        """The seconds of a step: the median of all but the first."""
         steps = self.summary["step_seconds"]
         return median(steps[1:] or steps)
 
@@ -159,6 +159,16 @@ class Reported(Run):
         except ValueError as error:
             raise UserError(f"{self.folder} on --machine {machine.name}: {error}") from None
 
+    def shown(self, metric: str) -> str:
+        """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
+        the ranks' sum."""
+        return with_error(*self.over_epochs(metric))
+
+    @property
+    def rate(self) -> float:
+        """Examples per second: batches of runs may be of different sizes."""
+        return self.summary["batch_size"] / self.seconds
+
     def planned_memory(self) -> list[float]:
         """The planner's bytes of each rank; none of stages that are threads of one rank."""
         ranks = self.summary["world_size"]
@@ -167,43 +177,11 @@ class Reported(Run):
         stages = [held.gib * GIB for held in self.priced.memory]
         return [stages[r // self.shape[2] % len(stages)] for r in range(ranks)]
 
-    def shown(self, metric: str) -> str:
-        """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
-        the ranks' sum."""
-        return with_error(*self.over_epochs(metric))
-
-    def links(self) -> dict[str, float]:
-        """What a rank sends in a step, in bytes, by closed forms: docs/mathematics.md."""
-        used, (dp, pp, tp) = self.summary, self.shape
-        width = 8 if used.get("precision") == "fp64" else 4
-        hidden = self.positions / dp * self.config.get("n_embd", 0) * width
-        stages = pp if used["world_size"] > 1 else 1  # threads share their memory
-        zero, blocks = used.get("zero") or 0, self.config.get("n_layer", 0) / pp
-        whole = used["state_bytes"]["gradients"][0] * (dp if zero >= 2 else 1)
-        part = (dp - 1) / dp * whole
-        # ZeRO-2 and 3 gather what layers compute with; gradients are summed in fp32.
-        gathered = part / 2 if zero >= 2 and used.get("precision") == "bf16" else part
-        recorded = micro_batches(self.step.events) if self.step else 1
-        m = (used["num_microbatches"] or recorded) if zero >= 2 else 1  # which each exchange
-        sent = {
-            "activations to the next stage": hidden if stages > 1 else 0,
-            "gradients of activations to the stage before": hidden if stages > 1 else 0,
-            "tensor parallel: 4 all-reduces of a block": 8 * (tp - 1) / tp * blocks * hidden,
-            "gradients to replicas": m * part if zero else 2 * part,
-            "parameters, gathered": (0, 1, 1, 2 * m)[zero] * gathered,
-        }
-        return {link: size for link, size in sent.items() if size}
-
-    def pictures(self) -> dict[str, Markup]:
-        """By what they show."""
-        step, found = self.step, {}
-        if step is not None:
-            foot = "measured: colour by distance from prediction, upper edge by kind; "
-            foot += "numbers: micro-batches; of sharded runs, layers"
-            found["step"] = inline(lambda path: draw_step(path, step, "predicted", foot=foot))
-        held = self.planned_memory()
-        limit = self.machine.memory_gb * GIB if self.machine else 0.0
-        return found | {"memory": inline(lambda path: plot_memory([self], path, held, limit))}
+    def picture(self) -> Markup:
+        """The recorded step above its prediction."""
+        step = self.step
+        assert step is not None
+        return inline(lambda path: draw_step(path, step, "predicted"))
 
     def sliders(self) -> dict[str, Any] | None:
         """What page/page.js simulates, from measured seconds; None without stages."""
@@ -218,11 +196,11 @@ class Reported(Run):
             with suppress(ValueError):  # e.g. no multiple of the ranks
                 lists[name] = {size: find(name, chunks)(n, size) for size in sizes}
 
-        def of_ranks(values: Sequence[float]) -> list[float]:
-            found = [0.0] * n
+        def of_ranks(values: Iterable[float]) -> list[float]:
+            sums = [0.0] * n
             for rank, value in zip(step.ranks, values, strict=True):
-                found[rank] += value
-            return found
+                sums[rank] += value
+            return sums
 
         def halves(kind: Kind) -> list[float]:
             wholes = taken.actions[Kind.BACKWARD]
@@ -233,14 +211,22 @@ class Reported(Run):
             "F": taken.actions[Kind.FORWARD], "I": halves(Kind.BACKWARD_INPUT),
             "W": halves(Kind.BACKWARD_WEIGHT), "R": taken.recompute,
         }  # fmt: skip
-        layers = re.findall(r"\d+", self.summary["layout"].split(" on ")[0])  # 5 | 3 on cpu:0
         return {
             "lists": lists, "sizes": sizes, "m": m, "schedule": own,
-            "layers": of_ranks([int(size) for size in layers]),
+            "layers": of_ranks(self.summary["stage_sizes"]),
             "batch": {kind: [m * x for x in of_ranks(each)] for kind, each in batch.items()},
             "transfer": taken.transfer, "exchange": taken.exchange, "update": taken.update,
             "measured": step.measured, "bubble": step.bubble,
         }  # fmt: skip
+
+
+def apart(run: Run, first: Run) -> str:
+    """The largest difference of a step's loss from another run's, relative; empty if they have
+    different steps, or some were skipped."""
+    ours, theirs = run.summary["loss"], first.summary["loss"]
+    if run is first or len(ours) != len(theirs) or None in (*ours, *theirs):
+        return ""
+    return f"{max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)):.1e}"
 
 
 def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -251,7 +237,7 @@ def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """Of the runs that left the gradients of their first step (--pytest): the largest difference
     between their ranks, and from the first such run, and the parameter where it is."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     first: dict[str, Tensor] = {}
     for run in runs:
         paths = sorted((run.folder / "tests").glob("model*_gradients.pth"))
@@ -260,32 +246,24 @@ def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
         ranks = [torch.load(path, weights_only=True) for path in paths]
         first = first or ranks[0]
         between, _ = max(furthest(rank, ranks[0]) for rank in ranks)
-        apart, worst = furthest(ranks[0], first)
+        difference, worst = furthest(ranks[0], first)
         largest = max(float(g.abs().max()) for g in first.values())
-        found.append({
-            "name": run.name, "ranks": len(ranks), "between": between, "apart": apart,
+        rows.append({
+            "name": run.name, "ranks": len(ranks), "between": between, "apart": difference,
             "worst": worst, "largest": largest,
         })  # fmt: skip
-    return found
-
-
-def apart(run: Run, first: Run) -> str:
-    """The largest difference of a step's loss from another run's, relative; `-` if they have
-    different steps, or some were skipped."""
-    ours, theirs = run.summary["loss"], first.summary["loss"]
-    if run is first or len(ours) != len(theirs) or None in (*ours, *theirs):
-        return "-"
-    return f"{max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)):.1e}"
+    return rows
 
 
 def draw_losses(path: Path, runs: Sequence[Run]) -> Path:
     """Draws the training loss of every step."""
     with picture(path, "", "training loss, nats per target, of each step") as (_, (ax,)):
-        for k, run in enumerate(runs):
-            ax.plot(run.summary["loss"], label=run.name, color=LINES[k % len(LINES)])
+        for run, colour in zip(runs, LINES * len(runs), strict=False):
+            losses = run.summary["loss"]
+            ax.plot(range(1, len(losses) + 1), losses, label=run.name, color=colour)
         ax.set_ylim(bottom=0)
-        if runs:  # that have finished
-            ax.legend()
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        ax.legend()
     return path
 
 
@@ -309,12 +287,25 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         gradients=gradients(runs),
         about=in_words,
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
-        losses=inline(lambda path: draw_losses(path, finished)),
         apart=apart,
+        losses=inline(lambda path: draw_losses(path, finished)) if finished else "",
         speed_up=speed_up,
         scripts=[Markup((PAGE / name).read_text("utf-8")) for name in ("simulate.js", "page.js")],
-        GIB=GIB,
     )
+
+
+def reported(folders: Iterable[Path], machine: describe.Machine | None = None) -> list[Reported]:
+    """The runs of these folders; their names are paths where folders share a name. Raises UserError
+    if one has no run."""
+    folders = list(dict.fromkeys(folders))
+    names = [folder.absolute().name for folder in folders]
+    if len({*names}) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [Reported(folder, name, machine) for folder, name in zip(folders, names, strict=True)]
+    for run in runs:
+        if not run.summary:
+            raise UserError(f"{run.folder}: it has no {SUMMARY}; name the --workdir of a run")
+    return runs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -324,12 +315,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         machine = describe.machine(args.machine) if args.machine else None
     except ValueError as error:
         raise UserError(str(error)) from None
-    runs = [Reported(folder, machine) for folder in args.runs]
-    for run in runs:
-        if not run.summary:
-            raise UserError(f"{run.folder}: it has no {SUMMARY}; name the --workdir of a run")
+    text = render(reported(args.runs, machine), args.template)
     output = args.output or args.runs[0] / "report.html"
-    text = render(runs, args.template)
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"The page is {output}.")

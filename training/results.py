@@ -203,6 +203,7 @@ class Results:
         self.summary = {
             **options_of(args),
             "layout": model.description,
+            "stage_sizes": list(model.stage_sizes),
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
             "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,

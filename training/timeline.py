@@ -168,7 +168,7 @@ class Timeline:
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
-        together. project/figures/recorded.py reads them back. Without a step nothing is written."""
+        together. project/figures/runs.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
         contents = self.world.gather(self.content())

@@ -25,8 +25,7 @@ from planning.simulate import CAUSES, EXCHANGE, Gap, Simulation, Simulator, Work
 from training.launch.errors import UserError
 from training.timeline import Event
 
-from .recorded import Run
-from .steps import Workers, actions_of, bubbles, duration, in_step, spent, steps_of
+from .runs import Run, Workers, actions_of, bubbles, duration, in_step, spent, steps_of
 
 REPLICAS, OTHER = "slower ranks", "other"
 # Of a worker: its actions in order, with start and end.
@@ -162,19 +161,6 @@ class Compared:
         return fmean(bubbles(self.events).values())
 
     @cached_property
-    def longer(self) -> dict[str, dict[Action, float]]:
-        """Per worker, by how much its actions took longer than predicted: 0.1 is 10 %."""
-        predicted = {t.action: t.end - t.start for row in self.predicted.rows for t in row}
-        return {
-            name: {
-                action: (end - start) / predicted[action] - 1
-                for action, (start, end) in row.items()
-                if predicted.get(action)
-            }
-            for name, row in zip(self.events, rows_of(self.events, len(self.ranks)), strict=True)
-        }
-
-    @cached_property
     def waits(self) -> dict[str, list[Gap]]:
         """Per worker, every measured gap, with the causes of the predicted one in its place."""
         causes: defaultdict[tuple[int, Action | None], dict[str, float]] = defaultdict(dict)
@@ -201,10 +187,11 @@ class Compared:
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
-        """Per worker, its idle seconds by cause."""
-        every = (*CAUSES, REPLICAS, OTHER)
+        """Per worker, its idle seconds by each cause that occurs in the step."""
+        causes = {cause for gaps in self.waits.values() for gap in gaps for cause in gap.causes}
+        shown = [cause for cause in (*CAUSES, REPLICAS, OTHER) if cause in causes]
         return {
-            name: {cause: sum(gap.causes.get(cause, 0.0) for gap in gaps) for cause in every}
+            name: {cause: sum(gap.causes.get(cause, 0.0) for gap in gaps) for cause in shown}
             for name, gaps in self.waits.items()
         }
 

@@ -10,7 +10,7 @@ from typing import Any
 from training.files import write_text
 from training.timeline import COMMUNICATION, COMPUTE, EVENT_KINDS, Event
 
-from .steps import Workers
+from .runs import Workers
 
 TRACE = "trace.json"
 

@@ -1,8 +1,8 @@
 """How every figure looks, and the curves of a run.
 
-A figure's title states the finding, the line at its foot what was measured. Grey is the baseline,
-blue the subject. The colours are from Okabe and Ito (2008): they can be told apart with any kind of
-colour vision. Without pyplot there is no shared state, and no display is needed.
+A figure's title states the finding, the line at its foot what was measured. The colours are from
+Okabe and Ito (2008): they can be told apart with any kind of colour vision. Without pyplot there is
+no shared state, and no display is needed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from training.files import writing
@@ -26,19 +27,25 @@ from .epochs import read_epochs
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 LINES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY, INK)  # of curves
+COLOURS = {  # by kind, in the order of the legend
+    "parameters": BLUE, "gradients": ORANGE,
+    "forward": SKY, "recompute": YELLOW, "backward": ORANGE, "backward (input)": "#F5CE85",
+    "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
+    "send": PURPLE, "receive": BLUE, "all-reduce": VERMILION, "all-gather": "#8C510A",
+    "reduce-scatter": "#5E3C99", "wait for all ranks": INK, "idle": FAINT,
+    "rest of the peak": FAINT, "baseline": GREY, "measured": SKY, "ideal": "white",
+}  # fmt: skip
 CURVES = {  # results of an epoch
     "training_loss": "training loss", "validation_loss": "validation loss",
     "bleu": "BLEU", "accuracy": "accuracy", "perplexity": "perplexity",
 }  # fmt: skip
 STYLE = {
-    "font.size": 13, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
-    "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "font.size": 12, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
+    "xtick.major.size": 0, "ytick.major.size": 0,  # in SVG, marks would have names
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": FAINT, "axes.axisbelow": True,
-    "axes.titlelocation": "left", "axes.titlesize": 14, "lines.linewidth": 2.5,
     "legend.frameon": False, "savefig.dpi": 150,
     "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],  # letters are no paths
-    "figure.constrained_layout.h_pad": 0.16, "figure.constrained_layout.w_pad": 0.16,
 }  # fmt: skip
 
 
@@ -50,13 +57,22 @@ def picture(
     ends. Raises RunError if it cannot be written."""
     with mpl.rc_context(STYLE):
         fig = Figure(size, layout="constrained")
-        left = {"x": 0.2 / size[0], "ha": "left"}
-        fig.suptitle(textwrap.fill(title, int(6.3 * size[0])), **left, size=19, weight="bold")
-        fig.supxlabel(textwrap.fill(foot, int(11 * size[0])), **left, size=11.5, color=GREY)
+        fig.suptitle(textwrap.fill(title, int(7 * size[0])), x=0.01, ha="left", weight="bold")
+        fig.supxlabel(textwrap.fill(foot, int(11 * size[0])), x=0.01, ha="left", size="small")
         yield fig, fig.subplots(squeeze=False, **grid).flatten().tolist()
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(path)
+
+
+def legend(fig: Figure, kinds: set[str]) -> None:
+    """Draws a legend of the colours of these kinds beside the axes."""
+    patches = [
+        Patch(facecolor=colour, label=kind, edgecolor=INK)
+        for kind, colour in COLOURS.items()
+        if kind in kinds
+    ]
+    fig.legend(handles=patches, loc="outside right upper")
 
 
 def readable(value: float) -> str:
@@ -74,16 +90,14 @@ def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
     shown = finite or ["training_loss"]
     name, last = [*runs][-1], [*runs.values()][-1][-1]
     known = [key for key in shown if math.isfinite(last.get(key, math.nan))] or ["training_loss"]
-    found = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in known)
-    title, foot = f"{name}: {found}", f"{foot}; losses in nats per target"
+    numbers = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in known)
+    title, foot = f"{name}: {numbers}", f"{foot}; losses in nats per target"
     with picture(path, title, foot, (5 * max(2, len(shown)), 5.6), ncols=len(shown)) as (_, axes):
         for ax, key in zip(axes, shown, strict=True):
-            for k, (name, epochs) in enumerate(runs.items()):
-                width = max(1.5, 2.3 * (len(runs) - k))  # a wide line shows under the narrow ones
-                done = [epoch["epoch"] for epoch in epochs]
+            for (name, epochs), colour in zip(runs.items(), LINES * len(runs), strict=False):
+                numbers_of = [epoch["epoch"] for epoch in epochs]
                 values = [epoch.get(key, math.nan) for epoch in epochs]
-                colour = LINES[k % len(LINES)]
-                ax.plot(done, values, label=name, color=colour, lw=width, marker="o", ms=width + 4)
+                ax.plot(numbers_of, values, label=name, color=colour, marker="o")
             ax.set(title=CURVES[key], xlabel="epoch", ylim=(0, 1.1 * ax.get_ylim()[1]))
             ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         if len(runs) > 1:

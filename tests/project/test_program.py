@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from project.figures.recorded import Run
+from project.figures.runs import Run
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import write_pairs

@@ -12,20 +12,19 @@ import subprocess
 import warnings
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import formulas
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Kind
 from planning.describe import machine
 from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.compared import compare, compare_step
-from project.figures.recorded import Run
+from project.figures.runs import Run
 from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
@@ -47,9 +46,10 @@ def staged(root: Path) -> Path:
     about = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2, "loss": [2.0, 1.0, 0.5]}
     worst = {"name": "h.0.bias", "largest": 1e-7, "distance": 3e-7, "rounding": 1e-7}
     checks = {"weights": {"agrees": True, "missing": [], "worst": worst}}
-    layout = "layers per stage: 5 | 3 (embedding, halves of blocks, head)"
     more = {"validation_loss": 1.5, "bleu": 7.25, "load": 0.0}
-    return write_run(root, "pipeline2", PIPELINE, layout=layout, checks=checks, **about, **more)
+    return write_run(
+        root, "pipeline2", PIPELINE, stage_sizes=[5, 3], checks=checks, **about, **more
+    )
 
 
 def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_rank_with_another_gradient_is_found(course: Path, tmp_path: Path) -> 
     gradients = torch.load(path, weights_only=True)
     gradients["transformer.h.1.ln_1.bias"][3] += 0.5
     torch.save(gradients, path)
-    runs = [report.Reported(folder) for folder in (course / "gradients1", tmp_path / "wrong")]
+    runs = report.reported([course / "gradients1", tmp_path / "wrong"])
     first, second = report.gradients(runs)
     assert first["between"] == 0 and first["apart"] == 0
     assert second["between"] == pytest.approx(0.5) and second["apart"] < 1e-6
@@ -178,46 +178,55 @@ def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(page) < 100_000
     text = text_of(page)
     for said in (
-        "pipeline2 1 x 2 x 1 gpipe of 2 3000.0 1.00x 36.8%",
+        "A step takes 3000.0 ms , the median of all but the first; step 2 took 10000.0 ms, 36.8% "
+        "idle. Predicted from the median of each kind and stage: 10000.0 ms, 36.8% idle.",
         "Weights agree with one process. Worst: h.0.bias , off by 3.0e-07 where rounding explains",
         "pipeline2 3 0.5000 1.50 7.25 bleu",
-        "rank 0 2000.0 0.0 1500.0 0.0 0.0 500.0",
+        "fill transfer slower ranks other rank 0 2000.0 1500.0 0.0 500.0",
         "rank 0, 2000.0 to 5500.0 ms, before B0 of stage 0, which needs I0 of stage 1: 2000.0 ms",
         "With scripts, sliders here simulate the step",
-        "measured: colour by distance from prediction, upper edge by kind",
         "rank 0 40.0 40.0 80.0 700",
     ):
         assert said in text
 
 
 def test_what_the_planner_predicts(course: Path) -> None:
-    runs = [report.Reported(course / "pp", machine("a100-80gb"))]
+    runs = report.reported([course / "pp"], machine("a100-80gb"))
     (planned,) = [run.priced for run in runs]
     assert planned is not None and planned.layout.pp == 2 and planned.layout.micro_batch == 2
     text = text_of(report.render(runs, PAGE / "report.html"))
     error = 100 * (planned.seconds / runs[0].seconds - 1)
     assert f"{1e3 * planned.seconds:.1f} {error:+.0f} %" in text
-    assert "predicted by the planner" in text and "the limit is 79.3 GiB" in text
+    assert "Predicted by the planner: " in text and "the limit is 79.3 GiB" in text
     poorer = replace(machine("a100-80gb"), tflops={"bf16": 312})
     with pytest.raises(UserError, match=r"pp on --machine a100-80gb: --precision fp32: "):
-        report.render([report.Reported(course / "pp", poorer)], PAGE / "report.html")
+        report.render(report.reported([course / "pp"], poorer), PAGE / "report.html")
 
 
-def test_what_a_rank_sends(tmp_path: Path) -> None:
-    """As docs/mathematics.md: ZeRO-2 and 3 exchange in every micro-batch. Under bf16 they gather 2
-    bytes of a parameter, and sum gradients of 4."""
-    for zero, precision in product(range(4), ("fp32", "bf16")):
-        folder = write_run(
-            tmp_path, f"{zero}{precision}2", zero=zero, num_microbatches=4, precision=precision
-        )
-        gradients = 40_000_000 * (2 if zero > 1 else 1)  # bytes of all parameters
-        state = formulas.State(2 if zero > 1 and precision == "bf16" else 4, 4, 8)
-        sent = formulas.zero_traffic(zero, gradients // 4, 2, state, microbatches=4)
-        assert sum(report.Reported(folder).links().values()) == sent
-    # Their number was automatic: as many as a recorded step has.
-    folder = write_run(tmp_path, "auto2", PIPELINE, zero=3, num_microbatches=None)
-    sent = formulas.zero_traffic(3, 20_000_000, 2, formulas.State(4, 4, 8), microbatches=2)
-    assert sum(report.Reported(folder).links().values()) == sent
+def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
+    """Eight ranks are 2 x 2 x 2. Twice the examples in the same time are twice as fast. Folders of
+    one name are told apart by their paths, and one that is named twice is one run."""
+    steps: dict[str, Any] = {"step_seconds": [9.0, 2.0, 2.0], "loss": [2.0, 1.0, 1.0], "load": 0.0}
+    one = write_run(tmp_path, "a/run1", batch_size=12, **steps)
+    cut = write_run(tmp_path, "b/run8", batch_size=24, pp=2, tp=2, **steps)
+    other = write_run(tmp_path, "c/run1", batch_size=6, **steps)
+    runs = report.reported([one, cut, one])
+    assert [(run.name, run.shape) for run in runs] == [("run1", (1, 1, 1)), ("run8", (2, 2, 2))]
+    text = text_of(report.render(runs, PAGE / "report.html"))
+    assert "run1 1 x 1 x 1 12 2000.0 1.00x" in text and "run8 2 x 2 x 2 24 2000.0 2.00x" in text
+    page = report.render(report.reported([one, other]), PAGE / "report.html")
+    assert f"{other} 1 x 1 x 1 6 2000.0 0.50x" in text_of(page)
+    for absent in ("planner", "idle", "validation", "Gradients", 'what-if" auto'):
+        assert absent not in page.partition("<body>")[2].partition("<script>")[0]
+
+
+def test_a_course_of_one_epoch_has_its_page(course: Path, tmp_path: Path) -> None:
+    for name in ("dp1", "dp2", "mp", "pp", "gradients1", "gradients2"):
+        shutil.copytree(course / name, tmp_path / name)
+    for path in tmp_path.glob("*/*epoch1.json"):
+        path.unlink()
+    page = report.render(report.reported(sorted(tmp_path.iterdir())), PAGE / "cmu_11868.html")
+    assert "Times are means over one epoch, which is slower than those after it." in text_of(page)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from project.figures.recorded import Run
+from project.figures.runs import Run
 from tests.project.programs import TINY, VGG, course_commands, read_json, run, summary
 from tests.ranks import Ranks
 from training import check

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from project.figures.perfetto import write_trace
-from project.figures.recorded import Run
+from project.figures.runs import Run
 from tests.ranks import Ranks
 from training.launch.clocks import clock_offset
 from training.launch.world import World

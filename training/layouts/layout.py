@@ -88,6 +88,7 @@ class LaidOutModel(ABC):
         run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
         devices: that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
+        stage_sizes: layers, or blocks, of each stage, if there are several.
     """
 
     task: TrainingTask
@@ -106,6 +107,7 @@ class LaidOutModel(ABC):
     average_gradients: Callable[[nn.Module], None] | None = None
     run: OnWorkers | None = None
     cut: Sequence[int] | None = None
+    stage_sizes: Sequence[int] = ()
 
     @abstractmethod
     def backward(self, step: Step) -> Tensor:

@@ -55,6 +55,7 @@ class Staged(MeshLayout):
         )  # fmt: skip
         self.modules = [self.pipe.module]
         if len(ranks) > 1:
+            self.stage_sizes = self.cut
             self.description = cut_in_words(task, self.cut)
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"

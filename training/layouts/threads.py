@@ -80,6 +80,7 @@ class StagesInThreads(_InOneProcess):
         )  # fmt: skip
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
+        self.stage_sizes = self.cut
         self.description = f"{cut_in_words(task, self.cut)} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         of_stages = enumerate(self.pipe.stage_parameters())
@@ -145,6 +146,7 @@ class BlocksInThreads(_InOneProcess):
         self.module.transformer.h_pp.recorder = setup.timeline
         self.module.transformer.h_pp.recompute = mode_of(setup.args.recompute, split_size is None)
         where = ", ".join(map(str, devices))
+        self.stage_sizes = sizes
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
         self.optimizers = [setup.optimizer(self.module.parameters(), 0)]
 

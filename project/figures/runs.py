@@ -1,0 +1,163 @@
+"""What a run left in its folder, read back: options and results, timelines, where time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from training.files import OPTIONS, SUMMARY
+from training.launch.errors import UserError
+from training.timeline import EVENT_KINDS, Event
+
+from .epochs import read_epochs, read_json
+
+ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
+Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
+
+
+def mean_and_std(values: list[float]) -> tuple[float, float]:
+    """The mean, and the standard deviation of a sample; 0 for a single value."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left in its folder. Its files are read when they are first asked for, and once."""
+
+    folder: Path
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its label, or else the name of its folder."""
+        return self.label or self.folder.absolute().name
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Its summary.json or, if it did not finish, options.json: the options are in both. Raises
+        UserError if there is no such folder, or they cannot be read."""
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder}: there is no such folder; name the --workdir of a run")
+        paths = [path for name in (SUMMARY, OPTIONS) if (path := self.folder / name).exists()]
+        return read_json(paths[0]) if paths else {}
+
+    @cached_property
+    def epochs(self) -> list[tuple[dict[str, float], ...]]:
+        """Per epoch, the results of the ranks, or of the pipeline. Raises UserError if some are
+        missing."""
+        if any(self.folder.glob("eval_results_*")):
+            return [(epoch,) for epoch in read_epochs(self.folder, "eval_results")]
+        numbers = range(self.summary.get("world_size", 1))
+        ranks = [read_epochs(self.folder, f"rank{rank}_results") for rank in numbers]
+        if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
+            raise UserError(
+                f"{self.folder}: its ranks have results of different epochs; make it again"
+            )
+        return list(zip(*ranks, strict=True))
+
+    @cached_property
+    def timeline(self) -> dict[str, list[Event]]:
+        """The events of its workers by name: `rank 0`, or `stage 0` if stages are threads of one
+        rank. If threads have several stages, `ranks` in `about` gives each stage's rank. Raises
+        UserError if the file of a rank is missing or cannot be read."""
+        workers: dict[str, list[Event]] = {}
+        rank, world_size = 0, 1
+        while rank < world_size:  # an earlier, larger run may have left more files
+            path = self.folder / f"timeline_rank{rank}.json"
+            if not path.is_file():
+                raise UserError(f"{path} is missing; make the run again, with --timeline 10")
+            content = read_json(path)
+            ranks, world_size = content["about"].get("ranks"), content["world_size"]
+            for event in (Event(*event) for event in content["events"]):
+                s = max(0, event.stage)  # without a stage it counts for the first one
+                name = f"rank {ranks[s]}" if ranks else f"stage {s}"
+                if content["workers"] == "rank":
+                    name = f"rank {rank}"
+                workers.setdefault(name, []).append(event)
+            rank += 1
+        return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1])))
+
+    def over_epochs(self, metric: str) -> tuple[float, float]:
+        """Mean and standard deviation over all epochs but the first, or of the only one: of the
+        slowest rank's time, or of the throughput summed over the ranks."""
+        combine = max if metric == "training_time" else sum
+        epochs = self.epochs[1:] or self.epochs
+        return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
+
+    def speed(self) -> tuple[float, float]:
+        """Examples per second over all steps but the first, and the deviation of a step."""
+        size, seconds = self.summary["batch_size"], self.summary["step_seconds"]
+        seconds = seconds[1:] or seconds
+        return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
+
+
+def speed_up(run: Run, baseline: Run, metric: str) -> float:
+    """How much faster than the baseline a run is: of time, less is better; of throughput, more."""
+    (before, _), (after, _) = baseline.over_epochs(metric), run.over_epochs(metric)
+    return before / after if metric == "training_time" else after / before
+
+
+def steps_of(workers: Workers) -> list[int]:
+    """The recorded steps but the first, which is slower; the first, if it is the only one."""
+    steps = sorted({event.step for events in workers.values() for event in events})
+    return steps[1:] or steps
+
+
+def in_step(workers: Workers, step: int) -> dict[str, list[Event]]:
+    """What each worker did in one step, in seconds from the first start."""
+    rows = {name: [e for e in events if e.step == step] for name, events in workers.items()}
+    origin = min((event.start for events in rows.values() for event in events), default=0.0)
+    return {
+        name: [e._replace(start=e.start - origin, end=e.end - origin) for e in events]
+        for name, events in rows.items()
+    }
+
+
+def actions_of(workers: Workers) -> dict[str, list[Event]]:
+    """The actions of a schedule: forwards, backwards and recomputation."""
+    return {name: [e for e in events if e.kind in ACTIONS] for name, events in workers.items()}
+
+
+def duration(workers: Workers) -> float:
+    """Seconds from the first start to the last end."""
+    events = [event for row in workers.values() for event in row]
+    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+
+
+def spent(events: Iterable[Event]) -> float:
+    """Seconds in which at least one of the events was in progress."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((event.start, event.end) for event in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def bubbles(workers: Workers) -> dict[str, float]:
+    """Per worker, the share of a step in which it runs no action (F, B, I, W, R): it may wait, send
+    or receive. The step lasts from the first action of any worker to the last."""
+    actions = actions_of(workers)
+    total = duration(actions) or 1.0
+    return {name: 1 - spent(events) / total for name, events in actions.items()}
+
+
+def shares(workers: Workers) -> dict[str, float]:
+    """Seconds of one step by category, the mean over the workers; they add up to its duration.
+
+    If two things happen at once, the earlier category counts, so `communication` is the part that
+    no computation hides.
+    """
+    kinds = {"recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"]}
+    total, rows = duration(workers), []
+    for events in workers.values():
+        row, before, claimed = {}, 0.0, list[Event]()
+        for category, members in {**kinds, "communication": EVENT_KINDS}.items():
+            claimed += [event for event in events if event.kind in members]
+            row[category], before = spent(claimed) - before, spent(claimed)
+        rows.append(row | {"idle": total - before})
+    return {category: fmean(row[category] for row in rows) for category in rows[0]}
