@@ -71,7 +71,7 @@ def _plain(world: World, pairs: Pairs, tokenizer: Any) -> Iterator[torch.nn.Modu
 def _ours(task: TranslationTask, model: Replicated) -> Iterator[Replicated]:
     """A step of the program per iteration."""
     (optimizer,) = model.optimizers
-    for step in task.steps(0, model.part, model.parts, None):
+    for step in task.steps(0, model.dp_rank, model.dp_size, None):
         optimizer.zero_grad()
         model.backward(step)
         if model.average_gradients is not None:

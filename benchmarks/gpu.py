@@ -54,6 +54,7 @@ from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
+from training.layouts.layout import parameters_of
 from training.layouts.replicated import Replicated
 from training.layouts.setup import Setup, setup_of
 from training.optimization import Optimizers, Recipe
@@ -231,7 +232,7 @@ def _same_bits(name: str, world: World) -> bool:
             loss = model.backward(step)
             if average is not None:
                 average(model.module)
-            now = [loss, *(p.grad for p in model.held() if p.grad is not None)]
+            now = [loss, *(p.grad for p in parameters_of(model.held) if p.grad is not None)]
             now = [t.detach().clone() for t in now]
             first = first or now
             if not all(torch.equal(a, b) for a, b in zip(first, now, strict=True)):

@@ -444,7 +444,7 @@ def _mesh_steps(world: World, out: Path) -> None:
     task: Any = _Task()
     models, replicas = {}, {}
     for dp, pp, tp in MESHES:
-        mesh = make_mesh(dp, pp, tp, 300.0)
+        mesh = make_mesh({"dp": dp, "pp": pp, "tp": tp}, 300.0)
         m = 2 if pp > 1 else 1
         model = Staged(task, world, Setup(Options(num_microbatches=m), _adamw, cut=CUT), mesh)
         name = f"{dp} x {pp} x {tp}"
@@ -455,7 +455,7 @@ def _mesh_steps(world: World, out: Path) -> None:
 
     def step(model: Staged) -> None:
         model.optimizers[0].zero_grad()
-        mine = [t.chunk(model.parts)[model.part] for t in (ids, weights, keys, labels)]
+        mine = [t.chunk(model.dp_size)[model.dp_rank] for t in (ids, weights, keys, labels)]
         parts = [t.chunk(model.num_microbatches or 1) for t in mine]
         inputs = [Sequences(*part) for part in zip(*parts[:3], strict=True)]
         targets = [labels.flatten() for labels in parts[3]]

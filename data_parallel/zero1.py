@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from runtime.communicator import Communicator
 
-from .flat import FlatPiece, Unit
+from .flat import Unit
 
 BYTES_AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
 
@@ -116,7 +116,6 @@ class ShardedOptimizer:
                 new = self.ranks.all_gather(part.shard.detach()[here], 0)
                 by_rank[:, here] = new.view(self.ranks.size, -1)
 
-    def pieces(self, shard: Tensor, values: Tensor) -> list[FlatPiece]:
-        """The parts of parameters in `values`, a tensor laid out like `shard`."""
-        (unit,) = (part.unit for part in self._parts if part.shard is shard)
-        return unit.pieces(self.ranks.rank, values)
+    def units(self) -> list[tuple[Unit, nn.Parameter]]:
+        """Each flat tensor's layout, and this rank's part of it."""
+        return [(part.unit, part.shard) for part in self._parts]

@@ -18,6 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
+from runtime.axes import sizes
 from training.options import Architecture, Data, DataParallel, Files, Options, Processes, Training
 
 
@@ -57,7 +58,7 @@ def parse_data_parallel(
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(DataParallelOptions, description, argv)
     args = rules.settled_ranks(rules.resumed(given, typed, "ddp"))
-    args = rules.settled(replace(args, strategy="ddp", dp=args.world_size, pp=1, tp=1))
+    args = rules.settled(replace(args, strategy="ddp", **sizes(dp=args.world_size)))
     rules.require(given, rules.only_some(given, typed, args))
     rules.require(args, rules.rules(args, args.world_size))
     rules.require(args, rules.of_recompute(args, one_at_a_time=True))
@@ -77,8 +78,9 @@ def write_gradients(rank: Rank) -> None:
     first one the options."""
     args, task, model = rank.setup.args, rank.task, rank.model
     assert model.module is not None  # of `Replicated`
-    optimizer = Optimizers(model.optimizers, Recipe(args, task.steps_per_epoch), rank.world)
-    steps = task.steps(0, model.part, model.parts, model.num_microbatches)
+    recipe = Recipe(args, task.steps_per_epoch)
+    optimizer = Optimizers(model.optimizers, recipe, rank.world, counted=model.counted)
+    steps = task.steps(0, model.dp_rank, model.dp_size, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
     number = rank.world.rank
     train(model, optimizer, steps, "Epoch 1", number, model.average_gradients)

@@ -19,6 +19,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
+from runtime.axes import sizes
 from training.options import UNSET, Architecture, Data, Files, Options, Stages, Threads, Training
 
 
@@ -56,7 +57,7 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
     modes = (given.model_parallel_mode,) if "model_parallel_mode" in typed else THREAD_MODES
     args = rules.resumed(given, typed, *modes)
-    args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
+    args = replace(args, strategy=args.model_parallel_mode, world_size=1, **sizes())
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
     rules.require(args, of_pipeline(args))

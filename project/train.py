@@ -26,6 +26,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
 from project.strategies import PAGES
+from runtime.axes import AXES
 from training.options import (
     UNSET,
     VGG,
@@ -95,7 +96,7 @@ from training.tasks.vgg import PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-AXES = {  # of the strategies whose ranks are all on one
+AXIS = {  # of the strategies whose ranks are all on one
     "single": "dp", "ddp": "dp", "fsdp": "dp", "pipeline": "pp", "model": "pp", "tensor": "tp",
 }  # fmt: skip
 
@@ -114,15 +115,16 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
 def settled_axes(args: TrainOptions) -> TrainOptions:
     """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
     3d dp follows the number of ranks, which torchrun may change when it restarts them."""
-    sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in ("dp", "pp", "tp")}
+    sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in AXES}
     usual = {"single": 1, "3d": math.prod(sizes.values())}.get(args.strategy, 2)
     args = rules.settled_ranks(args, usual)
     name = str(args.world_size)
     if args.strategy == "3d":
-        sizes["dp"] = args.dp or args.world_size // (sizes["pp"] * sizes["tp"]) or 1
+        others = math.prod(size for name, size in sizes.items() if name != "dp")
+        sizes["dp"] = args.dp or args.world_size // others or 1
         name = "x".join(map(str, sizes.values()))
     else:
-        sizes[AXES[args.strategy]] = args.world_size
+        sizes[AXIS[args.strategy]] = args.world_size
     return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 

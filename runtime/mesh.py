@@ -1,70 +1,93 @@
-"""The layout of a run: dp x pp x tp ranks, and the groups in which they work together.
+"""The mesh of a run: a rank's place on each axis, and the groups in which ranks work together.
 
-    rank = (d * pp + p) * tp + t            2 x 2 x 2:   d=0   p=0  [0 1]      d=1   p=0  [4 5]
-                                                               p=1  [2 3]            p=1  [6 7]
+    rank = (dp * PP + pp) * TP + tp         2 x 2 x 2:   dp=0   pp=0  [0 1]      dp=1   pp=0  [4 5]
+                                                                pp=1  [2 3]             pp=1  [6 7]
 
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
-per step, so they are furthest apart.
+per step, so they are furthest apart. The table of axes is axes.py.
 
-Not torch's `DeviceMesh`, whose groups have the default timeout of half an hour.
+Not torch's `DeviceMesh`: it cannot describe a single process without a process group; its groups
+wait half an hour; an axis with all ranks gets the default group, in which the training loop sums
+its losses, and not one of its own; and axes that meet together cannot be asked for before they are
+flattened, by all ranks at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .axes import AXES, DATA_AXES, sizes
+
+GROUPS: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES),)  # axes that meet in one group
+
 
 class Axis(NamedTuple):
-    """This rank's coordinate on one axis: `rank` of `size`, and the `group` of the ranks that
-    differ from it in this coordinate only; None: there is only one process."""
+    """This rank's place on an axis, or on several: `rank` of `size`, and the `group` of the ranks
+    that differ from it there only; None: there is only one process."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
 
-class Mesh(NamedTuple):
-    """This rank's coordinates; and the groups for messages between the stages of its pipeline, see
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place: `mesh["tp"]` is its `Axis`; `mesh["dp", "tp"]` is that of several axes, if
+    `GROUPS` has them. `messages`: groups for messages between the stages of its pipeline, see
     `message_groups`."""
 
-    data: Axis = Axis()
-    pipeline: Axis = Axis()
-    tensor: Axis = Axis()
+    places: Mapping[tuple[str, ...], Axis]
     messages: Sequence[dist.ProcessGroup] = ()
 
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Axis:
+        return self.places[(axes,) if isinstance(axes, str) else axes]
 
-def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank counts the loss of its examples, which ranks of other axes have, too:
+        the first of them does."""
+        return all(self[axis].rank == 0 for axis in AXES if axis not in DATA_AXES)
+
+
+def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
     """All ranks must call it together.
 
     Args:
+        ranks: their number on each axis; 1 on an axis that is left out.
         timeout: seconds a rank waits for the others in a collective.
 
     Raises:
-        ValueError: there are not dp * pp * tp ranks.
+        ValueError: the axes do not make up the number of ranks, or one is unknown.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if dp * pp * tp != world_size:
-        raise ValueError(f"{dp} x {pp} x {tp} is not the number of ranks, {world_size}")
+    shape = [*sizes(**ranks).values()]
+    if math.prod(shape) != world_size:
+        product = " x ".join(map(str, shape))
+        raise ValueError(f"{product} is not the number of ranks, {world_size}")
     if world_size == 1:
-        return Mesh()
-    ranks, axes = torch.arange(world_size).view(dp, pp, tp), []
+        return Mesh(dict.fromkeys(GROUPS, Axis()))
+    mesh, places = torch.arange(world_size).view(shape), {}
     messages: Sequence[dist.ProcessGroup] = ()
-    for axis, size in enumerate(ranks.shape):
+    for axes in GROUPS:
+        meeting = [dim for dim, axis in enumerate(AXES) if axis in axes]
+        apart = [dim for dim, axis in enumerate(AXES) if axis not in axes]
+        size = math.prod(shape[dim] for dim in meeting)
         # Every rank must help to make every group, in the same order.
-        for members in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+        for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
             group = dist.new_group(members, timeout=timedelta(seconds=timeout))
-            between = message_groups(members, timeout) if axis == 1 and size > 1 else ()
+            between = message_groups(members, timeout) if axes == ("pp",) and size > 1 else ()
             if dist.get_rank() in members:
-                axes.append(Axis(members.index(dist.get_rank()), size, group))
+                places[axes] = Axis(members.index(dist.get_rank()), size, group)
                 messages = messages or between
-    data, pipeline, tensor = axes
-    return Mesh(data, pipeline, tensor, messages)
+    return Mesh(places, messages)
 
 
 def message_groups(members: Sequence[int], timeout: float) -> list[dist.ProcessGroup]:

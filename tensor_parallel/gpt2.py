@@ -5,8 +5,8 @@ heads, the MLP by neurons, the embedding (which is also the head) by tokens.
 
 Idea. `cut_matrices` takes the model of `transformers` on the meta device and replaces its matrices
 by the layers of layers.py, under the same names. The code that runs the model does not change;
-attention sees fewer heads. A `Part` describes a rank's part of a parameter in terms of the whole,
-so initial values, checkpoints and exports are the same as those of one process.
+attention sees fewer heads. A `TensorShard` describes a rank's part of a parameter in terms of the
+whole, so initial values, checkpoints and exports are the same as those of one process.
 
     parameter          of the whole      rank r of t has
     attn.c_attn        C x (q | k | v)   the columns of its heads in each of q, k and v
@@ -46,7 +46,7 @@ from tensor_parallel.loss import head_loss, measure
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A rank's part of a parameter that consists of equal `blocks` along dimension `dim`: its share
     of every block, concatenated.
 
@@ -105,7 +105,7 @@ def degrees(num_heads: int, vocabulary: int) -> list[int]:
 
 def cut_matrices(
     model: Any, ranks: Communicator, sequence_parallel: bool = False
-) -> dict[str, Part]:
+) -> dict[str, TensorShard]:
     """Replaces the matrices of a `GPT2LMHeadModel` on the meta device by those of this rank.
 
     Args:
@@ -128,12 +128,12 @@ def cut_matrices(
             "ranks; these numbers work: "
             f"{', '.join(map(str, works))}"
         )
-    parts: dict[str, Part] = {}
+    shards: dict[str, TensorShard] = {}
 
     def part(name: str, p: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
         """This rank's part of each of the equal `blocks` of a parameter along `dim`."""
-        parts[name] = Part(tuple(p.shape), dim, blocks, ranks.rank, ranks.size)
-        return nn.Parameter(parts[name].of(p.detach()), p.requires_grad)
+        shards[name] = TensorShard(tuple(p.shape), dim, blocks, ranks.rank, ranks.size)
+        return nn.Parameter(shards[name].of(p.detach()), p.requires_grad)
 
     def columns(name: str, layer: Any, blocks: int = 1) -> ColumnParallelLinear:
         weight = part(f"{name}.weight", layer.weight, 1, blocks)  # [K, N/t]
@@ -156,7 +156,7 @@ def cut_matrices(
     head = wte if tied else part("lm_head.weight", model.lm_head.weight, 0)
     body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel)
     model.lm_head = VocabularyParallelHead(head, config.vocab_size, ranks)
-    return parts
+    return shards
 
 
 class VocabularyParallelHead(nn.Module):

@@ -247,10 +247,12 @@ def plain_loss(output: Tensor, labels: Tensor) -> Tensor:
 
 def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> list[Tensor]:
     """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
-    batches = task.validation_batches(model.part, model.parts)
+    batches = task.validation_batches(model.dp_rank, model.dp_size)
     with model.evaluating():
         output = model.outputs(batches[0][0] if batches else None)
-    mine = None if output is None else (model.part, output.cpu())  # one rank of each part sees it
+    mine = (
+        None if output is None else (model.dp_rank, output.cpu())
+    )  # one rank of each part sees it
     found = sorted((f for f in world.gather(mine) if f), key=lambda f: f[0])
     return [output for _, output in found] if world.is_main else []
 

@@ -4,8 +4,8 @@ Problem: ranks hold whole parameters, the layers of a stage, or parts of flat bu
 must load what another has saved, and never a half-written checkpoint.
 
 Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
-rectangles of it that it holds (`Piece`). `torch.distributed.checkpoint` does the rest: of several
-ranks that hold a rectangle one writes it; a piece is filled from all stored rectangles it overlaps.
+rectangles of it that it holds (`Held`). `torch.distributed.checkpoint` does the rest: of several
+ranks that hold a rectangle one writes it; a rectangle is filled from all stored ones it overlaps.
 
     model.transformer.wte.weight                     a weight
     optimizer.exp_avg.transformer.wte.weight         optimizer state of its shape
@@ -51,7 +51,7 @@ from training.files import json_text, writing
 
 from .launch.errors import UserError
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Piece, whole_piece
+from .layouts.layout import Held, LaidOutModel
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
 
@@ -69,25 +69,30 @@ class CheckpointError(UserError):
 # What a rank holds
 
 
-def training_pieces(model: LaidOutModel) -> list[Piece]:
+def training_state(model: LaidOutModel) -> list[Held]:
     """The weights and the optimizer state that this rank holds."""
-    weights = [piece for p in model.held() for piece in model.pieces(p, p.detach())]
-    found = _named("model", weights)
+    state = [replace(x, name=f"model.{x.name}") for x in model.held]
     for optimizer in model.optimizers:
         for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
-            found += _state(model, p, slots)
-    return found
+            state += _state(model, p, slots)
+    return state
 
 
-def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Piece]:
-    """The optimizer state of one of this rank's parameters or flat buffers."""
-    found = []
+def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Held]:
+    """The optimizer state of one of this rank's parameters or flat shards. A flat shard's number is
+    saved for each parameter in it."""
+    rectangles = [x for x in model.held if x.parameter is p and x.tensor.numel()]
+    numbers = sorted({x.name for x in rectangles})
+    state = []
     for slot, value in slots.items():
-        held = model.pieces(p, value if value.dim() else p.detach())
-        if not value.dim():  # a flat buffer's number is saved for each parameter in it
-            held = [whole_piece(name, value) for name in sorted({piece.name for piece in held})]
-        found += _named(f"optimizer.{slot}", held)
-    return found
+        if value.dim():
+            state += [
+                replace(x, name=f"optimizer.{slot}.{x.name}", tensor=x.of(value))
+                for x in rectangles
+            ]
+        else:
+            state += [Held.whole(f"optimizer.{slot}.{name}", value) for name in numbers]
+    return state
 
 
 def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> None:
@@ -102,13 +107,14 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
         for group in optimizer.param_groups:
             for p in group["params"]:
                 optimizer.state[p] = _blank(p, slots, group.get("fused"))
-    pieces = [x for x in training_pieces(model) if x.name in stored or x.name.startswith("model.")]
-    saver.load(checkpoint, pieces)
+    state = training_state(model)
+    wanted = [x for x in state if x.name in stored or x.name.startswith("model.")]
+    saver.load(checkpoint, wanted)
     # A parameter that never had a gradient has no saved state. Its blank state goes again: saved,
     # its step of 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
     for optimizer in model.optimizers:
         for p, slots in [*optimizer.state.items()]:
-            if not any(piece.name in stored for piece in _state(model, p, slots)):
+            if not any(x.name in stored for x in _state(model, p, slots)):
                 del optimizer.state[p]
     model.loaded()
 
@@ -124,25 +130,21 @@ def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str,
     return state
 
 
-def _named(prefix: str, pieces: Iterable[Piece]) -> list[Piece]:
-    return [replace(piece, name=f"{prefix}.{piece.name}") for piece in pieces]
-
-
 # Saving and loading, by all ranks together
 
 
-class Held(Tensor):
-    """This rank's pieces of one tensor, for `torch.distributed.checkpoint`: it has the whole shape
-    but no memory, and implements the methods that the library calls on a DTensor."""
+class Rectangles(Tensor):
+    """What this rank holds of one tensor, for `torch.distributed.checkpoint`: it has the whole
+    shape but no memory, and implements the methods that the library calls on a DTensor."""
 
-    pieces: Mapping[tuple[int, ...], Piece]  # by their offsets
+    held: Mapping[tuple[int, ...], Held]  # by their offsets
 
     def __create_chunk_list__(self) -> list[Any]:
         """The rectangles of this rank."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        pairs = self.pieces.items()
-        return [ChunkStorageMetadata(torch.Size(at), p.tensor.shape) for at, p in pairs]
+        pairs = self.held.items()
+        return [ChunkStorageMetadata(torch.Size(at), x.tensor.shape) for at, x in pairs]
 
     def __create_write_items__(self, name: str, _: Tensor) -> list[Any]:
         """The rectangles to write."""
@@ -158,19 +160,20 @@ class Held(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The memory of one rectangle, to write from or read into."""
-        return self.pieces[tuple(index.offset)].tensor.detach()
+        return self.held[tuple(index.offset)].tensor.detach()
 
 
-def held_by_name(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """The pieces as the library takes them, the largest first: of the ranks that hold the same
+def by_name(held: Iterable[Held]) -> dict[str, Any]:
+    """The records as the library takes them, the largest first: of the ranks that hold the same
     tensor it picks the one with the least to write so far, and this order keeps that balanced."""
-    held: dict[str, Any] = {}
-    for p in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: -p.tensor.nbytes):
-        if p.name not in held:
-            held[p.name] = torch.empty((), dtype=p.tensor.dtype).expand(p.shape).as_subclass(Held)
-            held[p.name].pieces = {}
-        held[p.name].pieces[p.offsets] = p
-    return held
+    tensors: dict[str, Any] = {}
+    for x in sorted((x for x in held if x.tensor.numel()), key=lambda x: -x.tensor.nbytes):
+        if x.name not in tensors:
+            whole = torch.empty((), dtype=x.tensor.dtype).expand(x.shape)
+            tensors[x.name] = whole.as_subclass(Rectangles)
+            tensors[x.name].held = {}
+        tensors[x.name].held[x.offsets] = x
+    return tensors
 
 
 class Saver:
@@ -197,17 +200,13 @@ class Saver:
         self._writing: Future[None] | None = None  # in the background
 
     def save(
-        self,
-        label: str,
-        pieces: Iterable[Piece],
-        state: Mapping[str, Any],
-        files: Mapping[str, bytes],
+        self, label: str, held: Iterable[Held], state: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> str:
         """Writes a checkpoint and returns its name.
 
         Args:
             label: follows the number in its name, e.g. epoch1-step40.
-            pieces: this rank's. All ranks' together make whole tensors; several may have the same.
+            held: by this rank. All ranks' together make whole tensors; several may have the same.
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
@@ -224,28 +223,28 @@ class Saver:
         name = self.world.from_main(name)  # as rank 0 has named it
         texts = {STATE: json_text(state, indent=1).encode(), **files}
         if not self.background:
-            self._write(name, pieces, texts)
+            self._write(name, held, texts)
             return name
-        # The library's async_save also saves in a thread, but cannot copy a `Held`.
-        copies = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in pieces]
+        # The library's async_save also saves in a thread, but cannot copy `Rectangles`.
+        copies = [replace(x, tensor=x.tensor.detach().to("cpu", copy=True)) for x in held]
         # Its collectives use a group of their own: this thread goes on with the run's.
         self._writing = self._thread.submit(self._write, name, copies, texts)
         return name
 
-    def _write(self, name: str, pieces: Iterable[Piece], texts: Mapping[str, bytes]) -> None:
+    def _write(self, name: str, held: Iterable[Held], texts: Mapping[str, bytes]) -> None:
         """Each rank writes its tensors, then rank 0 the rest."""
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        aside, held = aside_of(self.folder / name), held_by_name(pieces)
+        aside, tensors = aside_of(self.folder / name), by_name(held)
         sent: dict[str, bytes] = {}
         try:
             with self._writes(name), _unwrapped():
                 if aside.exists():  # rank 0 has made it
-                    save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
+                    save(tensors, storage_writer=FileSystemWriter(aside), **self._all_ranks)
                 else:  # this host has other folders
                     with TemporaryDirectory() as own:
-                        save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                        save(tensors, storage_writer=FileSystemWriter(own), **self._all_ranks)
                         sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
                 received = self.world.gather(sent)
                 if self.world.is_main:
@@ -278,35 +277,35 @@ class Saver:
         if self._writing is not None:
             self._writing.result()
 
-    def load(self, checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
-        """Fills the pieces' tensors.
+    def load(self, checkpoint: Checkpoint, held: Iterable[Held]) -> None:
+        """Fills the records' tensors.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape, or a file cannot be read.
         """
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        held, tensors = held_by_name(pieces), checkpoint.tensors
+        wanted, stored = by_name(held), checkpoint.tensors
         folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
         reader = _reader(folder, checkpoint.metadata)
         # Do all ranks see rank 0's folder?
         shared = len(set(self.world.gather(_identity(folder)))) == 1
         with _loading(checkpoint.folder), _unwrapped():
-            for name, mine in held.items():
-                if name not in tensors or tensors[name].size != mine.size():
-                    raise ValueError(f"no {name} of shape {tuple(mine.shape)} is in it")
+            for name, tensor in wanted.items():
+                if name not in stored or stored[name].size != tensor.size():
+                    raise ValueError(f"no {name} of shape {tuple(tensor.shape)} is in it")
             if shared:
-                load(held, storage_reader=reader, **self._all_ranks)
+                load(wanted, storage_reader=reader, **self._all_ranks)
                 return
-            for name, t in tensors.items():  # rank 0 reads and sends one after the other
+            for name, t in stored.items():  # rank 0 reads and sends one after the other
                 tensor = torch.empty(t.size, dtype=t.properties.dtype)
                 if self.world.is_main:
                     load({name: tensor}, storage_reader=reader, no_dist=True)
                 dist.broadcast(tensor, 0, self.world.group)
-                for piece in held[name].pieces.values() if name in held else ():
-                    sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
-                    part = tensor[tuple(slice(at, at + n) for at, n in sizes)]
-                    piece.tensor.detach().copy_(part)
+                for x in wanted[name].held.values() if name in wanted else ():
+                    sides = zip(x.offsets, x.tensor.shape, strict=True)
+                    rectangle = tensor[tuple(slice(at, at + n) for at, n in sides)]
+                    x.tensor.detach().copy_(rectangle)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest

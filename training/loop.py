@@ -129,7 +129,7 @@ def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> 
     by its number. So dropout that draws (of transformers, in --pipeline blocks) has other masks on
     every part and shard, and the same ones in a resumed run."""
     for number, step in enumerate(steps, done):
-        torch.manual_seed(stream(seed, "dropout", model.part, model.tensor_rank, number))
+        torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.tp_rank, number))
         yield step
 
 
@@ -137,7 +137,7 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
-    batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
+    batches: list[Any] = task.validation_batches(model.dp_rank, model.dp_size)  # this part's
     # A rank that has no batch left still takes part in collectives.
     batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
@@ -214,7 +214,9 @@ class _Epochs:
         compares the replicas, and evaluates."""
         world, args = self.results.world, self.results.args
         task, model, note = self.results.task, self.results.model, self.timeline.last.note
-        steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
+        steps = task.steps(
+            epoch, model.dp_rank, model.dp_size, model.num_microbatches, before.steps
+        )
         ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
         steps = self.timeline.over(seeded(ahead, model, args.seed, self.optimizer.steps))
         totals = train(

@@ -51,7 +51,7 @@ class Metrics:
         steps_done: int,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
+        self.copies = world.world_size / model.dp_size  # ranks that have the same part of a batch
         self.device = world.device
         self.sinks: list[Sink] = []
         if world.is_main:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from runtime.axes import AXES
+
 UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
 
@@ -319,7 +321,7 @@ class Only(NamedTuple):
 SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 
 ONLY = (
-    Only("dp pp tp", "3d"),
+    Only(" ".join(AXES), "3d"),
     Only("schedule chunks", "pipeline or 3d"),
     Only("balance", "pipeline or model or 3d"),
     Only("sequence_parallel", "tensor or 3d"),

@@ -138,9 +138,9 @@ class Results:
         seconds = max(1e-9, totals.seconds)
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
         mine = [totals.positions / seconds, totals.tokens / seconds]
-        every = self.world.of_parts(self.model.part, mine)  # collective
+        every = self.world.of_parts(self.model.dp_rank, mine)  # collective
         together = [sum(speeds) for speeds in zip(*every, strict=True)]
-        speeds = mine if self._apart else together
+        speeds = mine if self.model.results_per_rank else together
         result = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -160,26 +160,21 @@ class Results:
         self._say_speeds(epoch, totals.seconds, speeds[0])
         return result
 
-    @property
-    def _apart(self) -> bool:
-        """Whether each rank writes its results, as it has a part of the batch and no schedule."""
-        return self.model.schedule is None
-
     def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
         """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
         or, of a pipeline, one for all. Rank 0 prints them, so that none is cut in two."""
         ranks = self.world.gather((seconds, tokens_per_sec))  # collective
         if not self.args.benchmark_only and sys.stdout.isatty():
             return
-        for rank, (time, speed) in enumerate(ranks if self._apart else ranks[:1]):
-            who = f" on Rank {rank}" if self._apart else ""
+        for rank, (time, speed) in enumerate(ranks if self.model.results_per_rank else ranks[:1]):
+            who = f" on Rank {rank}" if self.model.results_per_rank else ""
             self.say(
                 f"Epoch {epoch}{who}: Training Time = {time:.2f}, Tokens_per_sec = {speed:.1f}"
             )
 
     def _write_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         results, gen = "eval_results", "gen"
-        if self._apart:
+        if self.model.results_per_rank:
             results, gen = f"rank{self.world.rank}_results", f"rank{self.world.rank}_gen"
         elif not self.world.is_main:
             return

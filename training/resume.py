@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
+from runtime.axes import AXES
+from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
 from training.options import Options, spelt
@@ -44,7 +45,7 @@ DECIDE = {
 LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
 OF_LAYOUT = {
-    "world_size", "dp", "pp", "tp", "zero", "sequence_parallel", "schedule", "chunks", "balance",
+    "world_size", *AXES, "zero", "sequence_parallel", "schedule", "chunks", "balance",
     "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "num_devices", "pipeline",
 }  # fmt: skip
 # Of one computer, or of one start. A resume takes none of these.
@@ -191,10 +192,10 @@ class Saving:
         self.saver.forget_after(resume.checkpoint)
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
-        done, n = Totals(**state["totals"]), self.model.parts
+        done, n = Totals(**state["totals"]), self.model.dp_size
         shares = state.get("shares", [])  # earlier versions saved none
         if len(shares) == n:  # each part of the batch takes on its own
-            positions, tokens, seconds = shares[self.model.part]
+            positions, tokens, seconds = shares[self.model.dp_rank]
         else:  # cut into another number of parts: each takes an equal share
             positions, tokens, seconds = done.positions / n, done.tokens / n, done.seconds
         return replace(done, positions=round(positions), tokens=round(tokens), seconds=seconds)
@@ -238,7 +239,7 @@ class Saving:
             return
         self.prune()  # first: no step has shown yet that what is saved now is finite
         mine = (totals.positions, totals.tokens, totals.seconds)
-        shares = world.of_parts(model.part, mine)
+        shares = world.of_parts(model.dp_rank, mine)
         positions, tokens, _ = map(sum, zip(*shares, strict=True))
         state = {
             **self.optimizer.state_dict(),
@@ -250,5 +251,5 @@ class Saving:
             "cut": model.cut,
         }
         files = self.task.files if world.is_main else {}
-        self.saver.save(f"epoch{epoch}-step{totals.steps}", training_pieces(model), state, files)
+        self.saver.save(f"epoch{epoch}-step{totals.steps}", training_state(model), state, files)
         self.saved = steps

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from training.checkpoint import Checkpoint, Saver
 
-from .layouts.layout import whole_piece
+from .layouts.layout import Held
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -17,6 +17,6 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
         for name, t in checkpoint.tensors.items()
         if name.startswith("model.")
     }
-    pieces = [whole_piece(f"model.{name}", t) for name, t in found.items()]
-    Saver(checkpoint.folder.parent).load(checkpoint, pieces)
+    held = [Held.whole(f"model.{name}", t) for name, t in found.items()]
+    Saver(checkpoint.folder.parent).load(checkpoint, held)
     return found

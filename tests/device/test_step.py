@@ -41,7 +41,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 def steps(task: Any, model: LaidOutModel) -> Iterator[Step]:
     for epoch in count():
-        yield from task.steps(epoch, model.part, model.parts, model.num_microbatches)
+        yield from task.steps(epoch, model.dp_rank, model.dp_size, model.num_microbatches)
 
 
 def third_step(model: LaidOutModel, world: World = CUDA, average: Any = None) -> Seen:

@@ -1,6 +1,6 @@
 """Trains a row in the product's own loop, and compares it with what it must equal.
 
-Every rank says which rectangles of which parameters it holds (`LaidOutModel.held`, `.pieces`), and
+Every rank says which rectangles of which parameters it holds (`LaidOutModel.held`), and
 compares these, at every step and by parameter name, with the same rectangles of the reference. A
 difference is relative to the largest element of the whole parameter: the sum over all would let
 errors cancel, and one scale for all parameters would hide the small ones. Together the ranks must
@@ -115,7 +115,7 @@ class Training:
         epoch, start = divmod(self.optimizer.steps, self.task.steps_per_epoch)
         while True:
             yield from self.task.steps(
-                epoch, model.part, model.parts, model.num_microbatches, start
+                epoch, model.dp_rank, model.dp_size, model.num_microbatches, start
             )
             epoch, start = epoch + 1, 0
 
@@ -182,11 +182,12 @@ def rectangles(
 ) -> Found:
     """Copies, in the CPU's memory, of `value` of all that this rank holds and that has one."""
     found: Found = {}
-    for p in model.held():
-        tensor = value(p)
-        for piece in [] if tensor is None else model.pieces(p, tensor):
-            copy = piece.tensor.detach().cpu().clone()
-            found.setdefault((kind, piece.name, step), {})[tuple(piece.offsets)] = copy
+    for x in model.held:
+        assert x.parameter is not None
+        tensor = value(x.parameter)
+        if tensor is not None and x.tensor.numel():
+            copy = x.of(tensor).detach().cpu().clone()
+            found.setdefault((kind, x.name, step), {})[x.offsets] = copy
     return found
 
 

@@ -110,7 +110,7 @@ def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
     """A rank per stage, or per ``chunks`` of them; m micro-batches."""
     options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
     return lambda task, world, setup: Staged(
-        task, world, having(setup, cut, **options), make_mesh(1, world.world_size, 1, 60.0)
+        task, world, having(setup, cut, **options), make_mesh({"pp": world.world_size}, 60.0)
     )
 
 
@@ -126,7 +126,7 @@ def mesh(
     """dp x pp x tp ranks, layers cut unevenly."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        places = make_mesh(dp, pp, tp, 60.0)
+        places = make_mesh({"dp": dp, "pp": pp, "tp": tp}, 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         asked = having(
             setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,

@@ -198,7 +198,7 @@ def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
     """A resumed run goes on with those that the earlier one would have drawn."""
 
     def drawn(part: int, shard: int, done: int) -> list[float]:
-        model: Any = SimpleNamespace(part=part, tensor_rank=shard)
+        model: Any = SimpleNamespace(dp_rank=part, tp_rank=shard)
         steps: list[Any] = [None, None]
         return [torch.rand(()).item() for _ in seeded(steps, model, seed=0, done=done)]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.plain_gpt2 import build_model
 from runtime.communicator import Communicator
 from tensor_parallel import loss
-from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut_matrices, degrees
+from tensor_parallel.gpt2 import TensorShard, VocabularyParallelHead, cut_matrices, degrees
 from tests import ranks as processes
 from training.tasks.gpt2 import gpt2_config
 
@@ -36,7 +36,7 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
     and the likeliest of all tokens and of the first five."""
     ranks = Communicator(torch.distributed.group.WORLD)
     hidden, whole, labels = case()
-    part = Part(tuple(whole.shape), 0, 1, rank, world_size)
+    part = TensorShard(tuple(whole.shape), 0, 1, rank, world_size)
     head = VocabularyParallelHead(nn.Parameter(part.of(whole)), VOCABULARY, ranks)
     args = hidden, head.known, labels, ranks, head.first
     with patch.object(loss, "LOGITS_AT_ONCE", 200):  # logits, so that there are several chunks

@@ -35,12 +35,12 @@ from training.checkpoint import (
     names,
     newest,
     open_checkpoint,
-    training_pieces,
+    training_state,
 )
 from training.launch.errors import RunError
 from training.launch.world import World
-from training.layouts.layout import Piece, whole_piece
-from training.layouts.tensor import flat_pieces
+from training.layouts.layout import Held
+from training.layouts.tensor import rectangles_of
 from training.resume import Resume
 
 SHARD = "__0_0.distcp"
@@ -51,8 +51,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def save(folder: Path, value: int, keep: int = 2) -> str:
     """A checkpoint in whose every part `value` stands."""
     tensors = [
-        whole_piece("x", torch.full((3, 2), float(value))),
-        whole_piece("n", torch.tensor(value)),
+        Held.whole("x", torch.full((3, 2), float(value))),
+        Held.whole("n", torch.tensor(value)),
     ]
     saver = Saver(folder)
     name = saver.save(f"step{value}", tensors, {"step": value}, {"note.txt": f"{value}\n".encode()})
@@ -65,7 +65,7 @@ def value_of(checkpoint: Checkpoint | None) -> int | None:
     if checkpoint is None:
         return None
     x, n = torch.zeros(3, 2), torch.tensor(0)
-    Saver(checkpoint.folder.parent).load(checkpoint, [whole_piece("x", x), whole_piece("n", n)])
+    Saver(checkpoint.folder.parent).load(checkpoint, [Held.whole("x", x), Held.whole("n", n)])
     (value,) = {
         int(checkpoint.read("note.txt")), checkpoint.state["step"], int(n), *map(int, x.flatten())
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
     saver = Saver(folder)
-    saver.save("step5", [whole_piece("x", torch.tensor(5))], {}, {})
+    saver.save("step5", [Held.whole("x", torch.tensor(5))], {}, {})
     assert len(names(folder)) == 4  # until a finite step has followed
     saver.prune(1)
     clean(folder)
@@ -172,15 +172,11 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
 def trained(steps: int) -> Any:
     """A laid-out model of two parameters, of which only `a` ever has a gradient."""
     a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
-    names, optimizer = {a: "a", b: "b"}, torch.optim.AdamW([a, b])
+    optimizer = torch.optim.AdamW([a, b])
     for _ in range(steps):
         a.sum().backward()
         optimizer.step()
-    return Mock(
-        optimizers=[optimizer],
-        held=lambda: [*names],
-        pieces=lambda p, values: [whole_piece(names[p], values)],
-    )
+    return Mock(optimizers=[optimizer], held=[Held.whole("a", a), Held.whole("b", b)])
 
 
 def test_a_parameter_without_gradients_has_no_state_however_often_it_is_saved(
@@ -189,7 +185,7 @@ def test_a_parameter_without_gradients_has_no_state_however_often_it_is_saved(
     """Its step of 0 would become that of a flat buffer that it shares with others."""
     model = trained(steps=4)
     for number in range(3):
-        Saver(tmp_path).save(f"step{number}", training_pieces(model), {}, {})
+        Saver(tmp_path).save(f"step{number}", training_state(model), {}, {})
         checkpoint, refused = newest(tmp_path)
         assert checkpoint is not None and refused == []
         assert sorted(name for name in checkpoint.tensors if "step" in name) == ["optimizer.step.a"]
@@ -269,13 +265,13 @@ def save_rows(
         if rank == failing:
             full_at(1, patch)
         try:
-            name = saver.save("a", [Piece("x", row, (rank, 0), (world_size, 2))], {}, {})
+            name = saver.save("a", [Held("x", row, (rank, 0), (world_size, 2))], {}, {})
             row.fill_(-1.0)  # the run goes on
             saver.wait()
         except RunError as error:
             return str(error).split(": ")[2].split(" (")[0]
     found = torch.zeros(1, 2)
-    saver.load(of_main(saver, name), [Piece("x", found, (rank, 0), (world_size, 2))])
+    saver.load(of_main(saver, name), [Held("x", found, (rank, 0), (world_size, 2))])
     return f"{name} {found.tolist()}"
 
 
@@ -316,19 +312,19 @@ TENSORS = {
 }
 
 
-def wholes(*_: int) -> list[Piece]:
+def wholes(*_: int) -> list[Held]:
     """What a rank holds of a replicated model."""
-    return [whole_piece(name, tensor.clone()) for name, tensor in TENSORS.items()]
+    return [Held.whole(name, tensor.clone()) for name, tensor in TENSORS.items()]
 
 
-def flat_shards(rank: int, world_size: int) -> list[Piece]:
+def flat_shards(rank: int, world_size: int) -> list[Held]:
     """What a rank holds where each tensor is flattened and shared out, in unequal parts."""
-    pieces = []
+    held = []
     for name, tensor in TENSORS.items():
         start, stop = (tensor.numel() * r * (r + 3) // (world_size * (world_size + 3))
                        for r in (rank, rank + 1))  # fmt: skip
-        pieces += flat_pieces(name, tensor.shape, start, tensor.flatten()[start:stop].clone())
-    return pieces
+        held += rectangles_of(name, tensor.shape, start, tensor.flatten()[start:stop].clone())
+    return held
 
 
 def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
@@ -340,7 +336,7 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
             (saver.folder / saved).mkdir(parents=True)
             shutil.copy2(folder / "host0" / saved / "manifest.json", saver.folder / saved)
         expected = read(rank, world_size)
-        found = [replace(piece, tensor=torch.zeros_like(piece.tensor)) for piece in expected]
+        found = [replace(x, tensor=torch.zeros_like(x.tensor)) for x in expected]
         saver.load(of_main(saver, saved), found)
         pairs = zip(expected, found, strict=True)
         wrong += [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)]
@@ -366,13 +362,13 @@ def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_doe
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     found = open_checkpoint(
-        tmp_path / saver.save("a", [whole_piece("x", torch.zeros(4, 3))], {}, {})
+        tmp_path / saver.save("a", [Held.whole("x", torch.zeros(4, 3))], {}, {})
     )
     head = f"^--resume: {found.folder} cannot be loaded: "
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
         shape = re.escape(str(tuple(tensor.shape)))
         with pytest.raises(CheckpointError, match=f"{head}no {name} of shape {shape} "):
-            saver.load(found, [whole_piece(name, tensor)])
+            saver.load(found, [Held.whole(name, tensor)])
     (found.folder / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
-        saver.load(found, [whole_piece("x", torch.zeros(4, 3))])
+        saver.load(found, [Held.whole("x", torch.zeros(4, 3))])

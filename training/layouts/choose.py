@@ -12,6 +12,7 @@ tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt
 
 from __future__ import annotations
 
+from runtime.axes import AXES
 from runtime.mesh import make_mesh
 from training.launch.world import World
 from training.tasks.task import TrainingTask
@@ -30,6 +31,7 @@ def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         case "single" | "ddp":
             return Replicated(task, world, setup)
         case "fsdp" | "pipeline" | "model" | "tensor" | "3d":
-            mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
+            ranks = {axis: getattr(args, axis) for axis in AXES}
+            mesh = make_mesh(ranks, args.timeout)
             return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
     raise ValueError(f"strategy {args.strategy}: no layout has this name")

@@ -13,7 +13,12 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     tensor.py       what these two do with a tensor axis             MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
-`part` of `parts` is the rank's place on the data-parallel axis: its part of each global batch.
+What a rank holds is one list of records, `Held`, and what follows backward goes by it: averaging by
+`replicas`, clipping by `counts`, checkpoints by the rectangle, the comparison of replicas by both.
+
+Three things have three names. `dp_rank` of `dp_size`: which part of each global batch is this
+rank's. `Held.replicas`: which ranks hold the same. The axes `pp` and `tp` of a mesh: which place
+in the model.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +35,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from runtime.waits import set_timeouts
+from training.launch.compare_ranks import check_replicas
 
 if TYPE_CHECKING:  # an interface brings in nothing of training
+    from training.launch.world import World
     from training.tasks.cache import Cache
     from training.tasks.task import Step, TrainingTask
 
@@ -40,19 +47,53 @@ OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """A rectangle of the tensor `name`, whose whole shape is `shape`. It begins at `offsets`;
-    `tensor` is its memory, to be saved or loaded into."""
+class Held:
+    """A rectangle of one of the model's tensors, which this rank holds.
+
+    Attributes:
+        name: of the tensor in the model.
+        tensor: the rectangle's memory, to be saved or loaded into.
+        offsets: where it begins in the whole tensor.
+        shape: of the whole tensor.
+        replicas: the axes along which other ranks hold the same rectangle.
+        counts: whether this rank adds its gradient to the norm, as one of those ranks does.
+        parameter: what an optimizer updates: `tensor` itself, or the flat shard of which `tensor`
+            is a view. The records of one parameter agree on `replicas` and `counts`.
+    """
 
     name: str
     tensor: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    replicas: tuple[str, ...] = ()
+    counts: bool = True
+    parameter: nn.Parameter | None = None
 
+    @staticmethod
+    def whole(
+        name: str, tensor: Tensor, replicas: tuple[str, ...] = (), counts: bool = True
+    ) -> Held:
+        """A whole tensor."""
+        offsets, shape = (0,) * tensor.dim(), tuple(tensor.shape)
+        parameter = tensor if isinstance(tensor, nn.Parameter) else None
+        return Held(name, tensor, offsets, shape, replicas, counts, parameter)
 
-def whole_piece(name: str, tensor: Tensor) -> Piece:
-    """A whole tensor as one piece."""
-    return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    def of(self, t: Tensor) -> Tensor:
+        """The same rectangle of a tensor that is laid out in memory as `parameter`, such as its
+        gradient or optimizer state: a view."""
+        if self.parameter is None or self.tensor is self.parameter:
+            return t
+        begin = self.tensor.storage_offset() - self.parameter.storage_offset()
+        view = self.tensor
+        return t.as_strided(view.shape, view.stride(), t.storage_offset() + begin)
+
+    @property
+    def label(self) -> str:
+        """The name, and which rectangle it is if it is not the whole, as w[0:2, 4:8]."""
+        if self.tensor.shape == self.shape:
+            return self.name
+        sides = zip(self.offsets, self.tensor.shape, strict=True)
+        return f"{self.name}[{', '.join(f'{at}:{at + size}' for at, size in sides)}]"
 
 
 def state_bytes(
@@ -68,22 +109,30 @@ def state_bytes(
     }
 
 
+def parameters_of(held: Iterable[Held], axis: str | None = None) -> list[nn.Parameter]:
+    """The parameters of records, each once, in their order: all, or those of which ranks along an
+    axis hold the same."""
+    some = (x.parameter for x in held if axis is None or axis in x.replicas)
+    return list(dict.fromkeys(p for p in some if p is not None))
+
+
 class LaidOutModel(ABC):
     """A model on the ranks of a run. All ranks call the same methods in the same order.
 
     Attributes:
-        part, parts: this rank's part of each global batch.
-        tensor_rank: its place on the tensor-parallel axis.
+        world: who this rank is.
+        held: what this rank holds and its optimizers update.
+        dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
+        tp_rank: its place among ranks that share the layers, whose dropout has other masks.
         description: how the model is laid out, in words.
         modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
-        schedule: of the stages, of which there may be one; None for whole or sharded models, whose
-            ranks each write their results.
+        schedule: of the stages, of which there may be one; None: there are no stages.
+        results_per_rank: whether each rank writes the results of its part of the batch; else rank 0
+            writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.
         optimizers: of what this rank holds; each parameter is in one of them.
-        counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
-            must add each parameter; None: this rank adds all it holds.
         average_gradients: the loop calls it with `module` after `backward`; None: nothing to do.
         run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
         devices: that this rank computes on.
@@ -92,18 +141,20 @@ class LaidOutModel(ABC):
     """
 
     task: TrainingTask
-    part = 0
-    parts = 1
-    tensor_rank = 0
+    world: World
+    held: Sequence[Held]
+    dp_rank = 0
+    dp_size = 1
+    tp_rank = 0
     description = ""
     modules: Sequence[nn.Module]
     module: nn.Module | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    results_per_rank = False
     ranks: Sequence[int] | None = None
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]
-    counted: Sequence[nn.Parameter] | None = None
     average_gradients: Callable[[nn.Module], None] | None = None
     run: OnWorkers | None = None
     cut: Sequence[int] | None = None
@@ -154,35 +205,28 @@ class LaidOutModel(ABC):
     def end(self, turn: Callable[[], None]) -> None:  # noqa: B027 (most layouts wait for nobody)
         """This rank has no sentences left to translate; see `training.tasks.task.Decoder`."""
 
-    def held(self) -> Iterable[Tensor]:
-        """The tensors in which this rank keeps parameters, or slices of them."""
-        return self.whole_parameters().values()
-
-    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
-        """Which slices of which parameters `t` holds, as views of it; `t` is shaped like `p`, one
-        of `held`."""
-        return [whole_piece(self._names[p], t)]
-
-    @cached_property
-    def _names(self) -> dict[Tensor, str]:
-        return {p: name for name, p in self.whole_parameters().items()}
-
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
-        """Call it after new values were written into the `held` tensors."""
+        """Call it after new values were written into what is `held`."""
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """The parameters that this rank holds whole, by their names in the model: all of `module`.
-        Those that several ranks hold must stay the same on all of them. (In tensor parallelism also
-        parts of parameters; their names say which.)"""
-        return {} if self.module is None else dict(self.module.named_parameters())
+    @property
+    def counted(self) -> list[nn.Parameter]:
+        """The parameters whose gradients this rank adds to the global norm."""
+        return parameters_of(x for x in self.held if x.counts)
 
-    def check_replicas(self, when: str) -> None:  # noqa: B027 (one process has nothing to compare)
-        """Compares what several ranks hold of `whole_parameters`; `when` is for the error, as "at
-        the start". Raises RunError, on all ranks, if it differs."""
+    @property
+    def replicated(self) -> Sequence[Held]:
+        """What this rank holds of the model as it is trained, to be compared with its replicas."""
+        return self.held
+
+    def check_replicas(self, when: str) -> None:
+        """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks
+        call it together. Raises RunError, on all ranks, if it differs."""
+        copies = {x.label: x.tensor for x in self.replicated if x.replicas}
+        check_replicas(self.world, copies, when)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
-        return state_bytes(self.held(), self.optimizers)
+        return state_bytes(parameters_of(self.held), self.optimizers)
 
     def set_timeouts(self, seconds: float) -> None:
         """From now on a rank waits so long for another."""

@@ -18,14 +18,13 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
-from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import LaidOutModel
+from .layout import Held, LaidOutModel
 from .setup import Setup
 
 
@@ -48,11 +47,12 @@ class Replicated(LaidOutModel):
     """See `LaidOutModel`."""
 
     module: nn.Module
+    results_per_rank = True
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup) -> None:
         args = setup.args
         self.task, self.setup, self.devices = task, setup, [world.device]
-        self._world, self.part, self.parts = world, world.rank, world.world_size
+        self.world, self.dp_rank, self.dp_size = world, world.rank, world.world_size
         self.num_microbatches = args.num_microbatches
         self.module = whole_model(task, world.device, setup.dtype)  # the same on all ranks
         self.modules = layers = task.layers(self.module)  # they share the module's parameters
@@ -68,7 +68,11 @@ class Replicated(LaidOutModel):
         parameters = list(self.module.parameters())
         self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
-        self.counted = parameters[world.rank :: world.world_size]
+        replicas = ("dp",) if self.dp_size > 1 else ()
+        self.held = [
+            Held.whole(name, p, replicas, counts=i % self.dp_size == self.dp_rank)
+            for i, (name, p) in enumerate(self.module.named_parameters())
+        ]
         self._ddp: DistributedDataParallel | None = None
         if world.world_size == 1:  # nothing to average
             return
@@ -91,15 +95,11 @@ class Replicated(LaidOutModel):
         if self._ddp:
             self._ddp.close()
 
-    def check_replicas(self, when: str) -> None:
-        """All parameters."""
-        check_replicas(self._world, self.whole_parameters(), when)
-
     def backward(self, step: Step) -> Tensor:
         """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
         number of targets *per rank*, not by its own number. The average is then the gradient of the
         mean loss over all targets of the global batch."""
-        scale = self.parts / max(1, step.count)
+        scale = self.dp_size / max(1, step.count)
         last, timeline = len(step.inputs) - 1, self.setup.timeline
         total = torch.zeros((), dtype=self.setup.dtype, device=self.devices[0])  # without the scale
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):

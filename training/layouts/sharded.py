@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,13 +19,15 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Piece
+from .layout import Held, parameters_of
 from .setup import Setup
 from .tensor import MeshLayout
 
 
 class Sharded(MeshLayout):
     """Parameters, gradients and optimizer state in shards over the mesh's data axis."""
+
+    results_per_rank = True
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
@@ -37,15 +39,18 @@ class Sharded(MeshLayout):
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
-            compute_dtype=compute_dtype, device=world.device, group=mesh.data.group,
+            compute_dtype=compute_dtype, device=world.device, group=mesh["dp"].group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
-            kind=lambda name: name in cut_task.parts,  # cut parameters and whole ones apart
+            kind=lambda name: name in cut_task.shards,  # cut parameters and whole ones apart
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
-        # A unit has either cut parameters or whole ones.
-        first_names = [(u.unit.entries[0].name, u.shard) for u in self.fsdp.units]
-        self.counted = [p for name, p in first_names if cut_task.counted(name)]
-        self.on_all = [p for name, p in first_names if name not in cut_task.parts]  # flat shards
+        held: list[Held] = []
+        for u in self.fsdp.units:  # each has either cut parameters or whole ones
+            name = u.unit.entries[0].name
+            replicas = self.replicas(tp=name not in cut_task.shards)
+            held += self.held_in(u.unit, u.shard, replicas, cut_task.counted(name))
+        self.held = held
+        self.shared = parameters_of(held, "tp")  # flat shards that other tensor ranks have, too
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
@@ -53,10 +58,10 @@ class Sharded(MeshLayout):
         inputs = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
         loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
-        self.cut_task.sum_gradients(self.on_all)  # then over the tensor axis
-        if self.parts > 2:
-            self.cut_task.copy_gradients(self.on_all)
-        return loss * (count if self.mesh.tensor.rank == 0 else 0)  # tensor ranks have the same
+        self.cut_task.sum_gradients(self.shared)  # then over the tensor axis
+        if self.dp_size > 2:
+            self.cut_task.copy_gradients(self.shared)
+        return loss * (count if self.mesh.counts_loss else 0)  # tensor ranks have the same
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
@@ -78,21 +83,12 @@ class Sharded(MeshLayout):
             turn()
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
-        group = self.mesh.data.group
+        group = self.mesh["dp"].group
         going = torch.tensor(int(this_one))
-        if self.mesh.data.size > 1:
+        if self.dp_size > 1:
             going = going.to(control_device(group, self.devices[0]))
             dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
         return bool(going)
-
-    def held(self) -> Iterable[Tensor]:
-        """Flat shards, one per unit."""
-        return [unit.shard for unit in self.fsdp.units]
-
-    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
-        """A flat shard holds ranges of flattened parameters."""
-        (unit,) = (u.unit for u in self.fsdp.units if u.shard is p)
-        return self.flat_pieces(unit.pieces(self.part, t))
 
     def loaded(self) -> None:
         """The next forward gathers the new values."""

@@ -3,8 +3,8 @@
 Ranks of the tensor axis share every layer: `CutTask` cuts a task's layers over them.
 
 Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
-and exports use `Part`. The last layer computes the loss, so the labels travel with the input, as
-`Sequences.labels`. A parameter that every rank holds whole is counted once in
+and exports use `TensorShard`. The last layer computes the loss, so the labels travel with the
+input, as `Sequences.labels`. A parameter that every rank holds whole is counted once in
 norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
@@ -24,20 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_parallel.flat import FlatPiece
+from data_parallel.flat import Unit
 from data_parallel.gradients import copy_back
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.recorder import Recorder
 from runtime.shared_memory import add_up
-from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
+from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
-from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.tasks.generation import greedy
 from training.tasks.task import TrainingTask
 
-from .layout import LaidOutModel, Piece
+from .layout import Held, LaidOutModel
 from .setup import Setup
 
 
@@ -48,7 +47,7 @@ class CutTask:
         sequence_parallel: between the matrices each rank has a part of the positions.
 
     Attributes:
-        model, layers: on the meta device, with this rank's parts.
+        model, layers: on the meta device, with this rank's shards.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class CutTask:
         self.sequence_parallel = sequence_parallel and axis.size > 1
         skeleton: Any = task.skeleton().to(dtype)
         self.model = skeleton
-        self.parts: Mapping[str, Part] = {}
+        self.shards: Mapping[str, TensorShard] = {}
         if axis.size == 1:
             self.layers = task.layers(self.model)
             return
-        self.parts = cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
+        self.shards = cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
         self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
         for layer in self.layers[:-1]:  # tells them their heads and positions
             layer.shard, layer.sequence_parallel = axis.rank, sequence_parallel  # type: ignore[assignment]
@@ -78,16 +77,16 @@ class CutTask:
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
-        if name in self.parts:
-            every = p.new_empty(self.parts[name].shape)  # the whole parameter, for a moment
+        if name in self.shards:
+            every = p.new_empty(self.shards[name].shape)  # the whole parameter, for a moment
             self.task.initialize(name, every)
-            p.copy_(self.parts[name].of(every))
+            p.copy_(self.shards[name].of(every))
         else:
             self.task.initialize(name, p)
 
     def input(self, x: Any, target: Any, training: bool = True) -> Any:
         """The input of the first layer for a micro-batch whose loss is wanted."""
-        if not self.parts:
+        if not self.shards:
             return x
         length = x.hidden.size(1)
         # Padding makes the sequence a multiple of the number of ranks.
@@ -99,50 +98,42 @@ class CutTask:
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss, from the output of the last layer."""
-        return output if self.parts else self.task.loss(output, target)  # HeadAndLoss has it
+        return output if self.shards else self.task.loss(output, target)  # HeadAndLoss has it
 
     def measure(self, output: Tensor, target: Any) -> Tensor | None:
         """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
-        if not self.parts:
+        if not self.shards:
             return self.task.measure(output, target)
         return output if self.ranks.rank == 0 else None
 
     def logits(self, output: Tensor) -> Tensor | None:
         """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
-        if not self.parts:
+        if not self.shards:
             return output
         every = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
         return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
         """The most probable tokens, on every rank, from the ranks' parts of the logits."""
-        if not self.parts:
+        if not self.shards:
             return greedy(output, num_tokens)
         return argmax(output, num_tokens, self.ranks, self.head.first)
 
     def counted(self, name: str) -> bool:
         """Whether this rank counts a parameter: one that all have is counted by the first."""
-        return name in self.parts or self.ranks.rank == 0
+        return name in self.shards or self.ranks.rank == 0
 
-    def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same slices, as slices of the whole parameters."""
-        found = []
-        for piece in pieces:
-            part = self.parts.get(piece.name)
-            if part is None:
-                found.append(piece)
+    def cut(self, held: Iterable[Held]) -> list[Held]:
+        """The same rectangles of this rank's shards, as rectangles of the whole parameters."""
+        rectangles = []
+        for x in held:
+            shard = self.shards.get(x.name)
+            if shard is None:
+                rectangles.append(x)
                 continue
-            for at, view in part.rectangles(piece.offsets, piece.tensor):  # c_attn: of q, k and v
-                found.append(replace(piece, tensor=view, offsets=at, shape=part.shape))
-        return found
-
-    def names(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters under names that say which part of one this rank has."""
-        rank, size = self.ranks.rank + 1, self.ranks.size
-        return {
-            f"{name} (part {rank} of {size})" if name in self.parts else name: p
-            for name, p in parameters.items()
-        }
+            for offsets, view in shard.rectangles(x.offsets, x.tensor):  # c_attn: of q, k and v
+                rectangles.append(replace(x, tensor=view, offsets=offsets, shape=shard.shape))
+        return rectangles
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums gradients over the ranks, with sequence parallelism alone: there each rank has used
@@ -178,16 +169,16 @@ class MeshLayout(LaidOutModel):
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
-        self._world = world
-        self.part, self.parts = mesh.data.rank, mesh.data.size
-        self.tensor_rank = mesh.tensor.rank
+        self.world = world
+        self.dp_rank, self.dp_size, _ = mesh["dp"]
+        self.tp_rank = mesh["tp"].rank
         self.cut_task = CutTask(  # on the meta device: no memory yet
-            task, mesh.tensor, setup.dtype, setup.args.sequence_parallel, setup.timeline
+            task, mesh["tp"], setup.dtype, setup.args.sequence_parallel, setup.timeline
         )
 
-    def check_replicas(self, when: str) -> None:
-        """Of stages those that are tied; of shards none."""
-        check_replicas(self._world, self.whole_parameters(), when)
+    def replicas(self, **same: bool) -> tuple[str, ...]:
+        """Of the axes along which all ranks hold the same, those with several ranks."""
+        return tuple(axis for axis, is_same in same.items() if is_same and self.mesh[axis].size > 1)
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
@@ -205,15 +196,24 @@ class MeshLayout(LaidOutModel):
         output = self.forward(x)
         return None if output is None else self.cut_task.measure(output, target)
 
-    def flat_pieces(self, found: Iterable[FlatPiece]) -> list[Piece]:
-        """The rectangles of whole parameters in a flat shard."""
-        return self.cut_task.pieces(piece for flat in found for piece in flat_pieces(*flat))
+    def held_in(
+        self, unit: Unit, shard: nn.Parameter, replicas: tuple[str, ...], counts: bool
+    ) -> list[Held]:
+        """The rectangles of whole parameters in this rank's flat shard of a unit. A shard of gaps
+        alone has an empty one, so that every shard has a record."""
+        flat = unit.pieces(self.dp_rank, shard.detach())
+        held = self.cut_task.cut(x for piece in flat for x in rectangles_of(*piece))
+        if not held:
+            name, shape, *_ = unit.entries[0]
+            empty = shard.detach()[:0].view(0, *shape[1:])
+            held = [Held(name, empty, (0,) * empty.dim(), tuple(shape))]
+        return [replace(x, replicas=replicas, counts=counts, parameter=shard) for x in held]
 
 
-def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
-    """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
-    views of `values`. A range of a matrix that begins and ends inside rows gives up to three."""
-    pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
+def rectangles_of(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Held]:
+    """The rectangles of a rank that holds elements start, start + 1, ... of the flattened tensor,
+    as views of `values`. A range of a matrix that begins and ends inside rows gives up to three."""
+    held, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
     rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
     while done < values.numel():
         at, left = start + done, values.numel() - done  # place in the tensor; elements left
@@ -221,7 +221,7 @@ def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> 
         offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
         n = min(left // rows[d], sizes[d] - offsets[d])  # how many rows of that level
         box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]  # its shape, in all levels
-        part = values[done : done + n * rows[d]].view(box[1:])
-        pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
+        view = values[done : done + n * rows[d]].view(box[1:])
+        held.append(Held(name, view, tuple(offsets[1:]), tuple(shape)))
         done += n * rows[d]
-    return pieces
+    return held

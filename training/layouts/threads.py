@@ -28,7 +28,7 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import LaidOutModel
+from .layout import Held, LaidOutModel
 from .measure import cut_in_words, split_by, stage_sizes
 from .setup import Setup
 
@@ -63,7 +63,7 @@ class StagesInThreads(_InOneProcess):
     def __init__(
         self, task: TrainingTask, world: World, setup: Setup, devices: Sequence[torch.device]
     ) -> None:
-        self.task, self.setup, self.devices = task, setup, devices
+        self.task, self.world, self.setup, self.devices = task, world, setup, devices
         args, self.schedule = setup.args, setup.args.schedule or "1f1b"
         self.num_microbatches = args.num_microbatches or 4
         # Each stage's device, as a number.
@@ -78,6 +78,7 @@ class StagesInThreads(_InOneProcess):
             module, recorder=setup.timeline, replicas=replicas, sizes=self.cut,
             recompute=mode_of(args.recompute, one_at_a_time),
         )  # fmt: skip
+        self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
         self.stage_sizes = self.cut
@@ -128,7 +129,7 @@ class BlocksInThreads(_InOneProcess):
     ) -> None:
         from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
 
-        self.task, self.setup, self.devices = task, setup, devices
+        self.task, self.world, self.setup, self.devices = task, world, setup, devices
         plain: Any = whole_model(task, world.device, setup.dtype)
         self.module: Any = GPT2LMHeadModelParallel(plain.config).to(setup.dtype)
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
@@ -148,6 +149,7 @@ class BlocksInThreads(_InOneProcess):
         where = ", ".join(map(str, devices))
         self.stage_sizes = sizes
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
+        self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.optimizers = [setup.optimizer(self.module.parameters(), 0)]
 
     def _logits(self, x: Sequences) -> Tensor:

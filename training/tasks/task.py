@@ -61,10 +61,11 @@ class Decoder(Protocol):
 
 
 class Translator(Decoder, Protocol):
-    """A decoder that is a part of a layout: it continues the sentences of `part` of `parts`."""
+    """A decoder that is a part of a layout: it continues the sentences of `dp_rank` of
+    `dp_size`."""
 
-    part: int
-    parts: int
+    dp_rank: int
+    dp_size: int
 
 
 class TrainingTask(Protocol):

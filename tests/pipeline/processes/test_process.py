@@ -247,15 +247,15 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
 def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
     """Of two replicas of one stage: of the buckets, a parameter each, whether their exchange
     started before the last backward ended; and the mean gradients."""
-    mesh, events = make_mesh(2, 1, 1, 20.0), list[Any]()
+    mesh, events = make_mesh({"dp": 2}, 20.0), list[Any]()
     x, y = (t.chunk(2)[rank] for t in batch(8))
 
     def note(*event: Any) -> None:
         events.append(event)
 
-    group = mesh.pipeline.group
+    group = mesh["pp"].group
     with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
-        parameters, replicas = pipe.parameters(), mesh.data.group
+        parameters, replicas = pipe.parameters(), mesh["dp"].group
         buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
         pipe.train_step(x, y, square_error, schedule, 2)
         buckets.finish()

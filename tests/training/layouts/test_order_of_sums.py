@@ -39,8 +39,8 @@ PROBLEM = Sentences(10, 8, n_head=6, n_embd=24)  # heads for two and for three t
 def adding_backwards(mesh: Mesh) -> Iterator[None]:
     """Inside, the replicas of this rank add up their gradients from the last to the first, if it is
     the second on its other axis; and so do the tensor ranks of all replicas but the first."""
-    after = mesh.pipeline.rank + mesh.tensor.rank > 0
-    groups = [mesh.data.group] * after + [mesh.tensor.group] * (mesh.data.rank > 0)
+    after = mesh["pp"].rank + mesh["tp"].rank > 0
+    groups = [mesh["dp"].group] * after + [mesh["tp"].group] * (mesh["dp"].rank > 0)
     all_reduce: Any = dist.all_reduce
 
     def reduced(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
@@ -75,39 +75,24 @@ def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequ
     """Raises RunError if the gradients of copies differ in one of two steps. (In the weights their
     last bits show later.)"""
     world = World(rank, world_size)
-    mesh, task = make_mesh(6 // (pp * tp), pp, tp, 60.0), PROBLEM.task(world, torch.float32)
+    mesh = make_mesh({"dp": 6 // (pp * tp), "pp": pp, "tp": tp}, 60.0)
+    task = PROBLEM.task(world, torch.float32)
     options = Options(num_microbatches=2, zero=zero or None, sequence_parallel=sequence)
     setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=(3, 3) if pp > 1 else None)
     with sharing(False), adding_backwards(mesh):
         model: Any = (Sharded if zero == 3 else Staged)(task, world, setup, mesh)
-        for number, step in enumerate(task.steps(0, model.part, model.parts, 2), 1):
+        for number, step in enumerate(task.steps(0, model.dp_rank, model.dp_size, 2), 1):
             model.optimizers[0].zero_grad()
             model.backward(step)
-            check_replicas(world, gradients_of_copies(model), f"in step {number}")
+            copies = [x for x in model.held if {"pp", "tp"} & {*x.replicas}]
+            assert copies
+            gradients = {x.label: x.of(x.parameter.grad) for x in copies}
+            check_replicas(world, gradients, f"in step {number}")
             if number == 1:  # nor are they anything else
                 found = rectangles(model, "gradient", 1, lambda p: p.grad)
                 wanted = same_places(reference(), found).items()
                 torch.testing.assert_close(found, {key: value for key, value in wanted if value})
         model.close()
-
-
-def gradients_of_copies(model: Any) -> dict[str, Tensor]:
-    """By a name that the copies of other groups have, too; only replicas whose optimizer is not
-    sharded hold the same."""
-    found: dict[str, Any] = {}
-    of_replica = f" of replica {model.part}"
-    if isinstance(model, Sharded):  # flat shards of whole parameters
-        found = {f"{i}": p.grad for i, p in enumerate(model.on_all)}
-    elif model.sharded is not None:
-        shards = model.sharded.shards.items()
-        found = {f"{tied}": p.grad for (cut, tied), p in shards if tied or not cut}
-    else:
-        copies = model.whole_parameters().items()
-        found, of_replica = {n: p.grad for n, p in copies if "(part" not in n}, ""
-    if model.mesh.pipeline.size > 1:
-        found = {name: g for name, g in found.items() if "wte" in name}
-    assert found
-    return {f"{name}{of_replica}": g for name, g in found.items()}
 
 
 @pytest.fixture(scope="module")

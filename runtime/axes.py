@@ -1,0 +1,24 @@
+"""The axes of a run: the one place that names them all. Imports nothing.
+
+A run has a place in a mesh for every rank, dp x pp x tp (mesh.py). Whatever is done for each axis
+goes through `AXES`: the mesh and its groups, the options --dp, --pp, --tp, the names of workdirs,
+the words of a run's first line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+AXES = {  # outermost first, each in a word
+    "dp": "data",
+    "pp": "pipeline",
+    "tp": "tensor",
+}
+DATA_AXES = ("dp",)  # whose ranks train on other examples: their losses add up
+
+
+def sizes(**ranks: int) -> dict[str, Any]:
+    """The number of ranks on every axis: those given, and 1 on the others."""
+    if unknown := ranks.keys() - AXES.keys():
+        raise ValueError(f"{', '.join(unknown)}: the axes are {', '.join(AXES)}")
+    return {axis: ranks.get(axis, 1) for axis in AXES}
