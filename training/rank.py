@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from runtime.axes import AXES
 from training.files import show
 from training.loop import run
 from training.metrics import Tracker
@@ -98,7 +99,8 @@ def layout_in_words(args: Options, model: LaidOutModel) -> str:
     unit = "stage" if devices and not model.ranks else "rank"
     words = f"{name}: {counted(devices or args.world_size, unit)}"
     if args.strategy == "3d":
-        words += f", data {args.dp} x pipeline {args.pp} x tensor {args.tp}"
+        axes = (f"{word} {getattr(args, axis)}" for axis, word in AXES.items())
+        words += f", {' x '.join(axes)}"
     if args.sequence_parallel:
         words += ", sequence parallel"
     if args.zero:
