@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import modal_run
 import modal_run_pipeline
+from examples import lora
 from examples import pipeline_of_any_model as any_model
 from project import plot
 from tests.project.programs import ROOT, TINY, run
@@ -128,3 +134,85 @@ def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(
         optimizer.step()
         # the batch is added up in four parts: rounding, some 1e-7
         assert of_batch.item() == pytest.approx(loss, abs=1e-5)
+
+
+LETTERS: dict[str, Any] = {
+    "vocab_size": 26, "n_positions": 16, "n_layer": 2, "n_head": 2,
+    "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+}  # fmt: skip
+STEPS = 3
+LoRA = dict[str, torch.Tensor]
+
+
+def adapted() -> tuple[Any, LoRA]:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, **LETTERS)).double()
+    adapters = lora.adapt(model)
+    for p in adapters.values():  # else the gradients of all A would be 0
+        p.data = torch.randn(p.shape, dtype=torch.float64)
+    return model, adapters
+
+
+@functools.cache
+def adapters_of_one_process() -> LoRA:
+    """By transformers and torch alone, on the whole batch. What is frozen does not move."""
+    model, adapters = adapted()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(adapters.values(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logits = model(input_ids=lora.LETTERS[:, :-1]).logits
+        torch.nn.functional.cross_entropy(logits.mT, lora.LETTERS[:, 1:]).backward()
+        optimizer.step()
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert moved == [*adapters]
+    return adapters
+
+
+def train_adapters(_rank: int, _world_size: int, strategy: Callable[..., None]) -> LoRA:
+    """The adapters."""
+    model, adapters = adapted()
+    strategy(model, adapters, STEPS)
+    return {name: p.detach() for name, p in adapters.items()}
+
+
+@pytest.mark.parametrize("strategy", [lora.in_stages, lora.on_ranks, lora.in_shards])
+def test_adapters_are_those_of_one_process(ranks: Ranks, strategy: Callable[..., None]) -> None:
+    alone = strategy is lora.in_stages
+    trained = [train_adapters(0, 1, strategy)] if alone else ranks.run(train_adapters, strategy)
+    wanted = adapters_of_one_process()
+    assert [name.rpartition(".")[0] for name in wanted][::2] == [*lora.CHOSEN]
+    for adapters in trained:
+        assert adapters.keys() == wanted.keys()
+        for name, p in adapters.items():  # sums in another order, in float64
+            torch.testing.assert_close(p, wanted[name].data, rtol=1e-9, atol=1e-12)
+
+
+def test_adapters_are_loaded_alone_or_refused(tmp_path: Path) -> None:
+    """Into a model like theirs. Another one stays as it was."""
+    file = str(tmp_path / "adapters.safetensors")
+    (model, adapters), (other, others) = adapted(), adapted()
+    for p in adapters.values():
+        p.data.add_(1)
+    save_file(adapters, file)
+    lora.load(file, others)
+    x = lora.LETTERS[:, :-1]
+    assert torch.equal(model(input_ids=x).logits, other(input_ids=x).logits)
+    first, *_, last = sorted(adapters)
+    for saved, name in (
+        ({**adapters, last: torch.ones(3, 3)}, last),
+        ({n: p for n, p in adapters.items() if n != first}, first),
+        ({**adapters, "a": torch.ones(1)}, "a"),
+    ):
+        save_file(saved, file)
+        before = {n: p.clone() for n, p in others.items()}
+        with pytest.raises(ValueError, match=f"adapters of another model, see {name}$"):
+            lora.load(file, others)
+        assert all(torch.equal(p, before[n]) for n, p in others.items())
+
+
+def test_adapters_change_nothing_until_they_are_trained() -> None:
+    model, x = GPT2LMHeadModel(GPT2Config(n_embd=8, **LETTERS)), lora.LETTERS[:, :-1]
+    before = model(input_ids=x).logits
+    lora.adapt(model)
+    assert torch.equal(model(input_ids=x).logits, before)
