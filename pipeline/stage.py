@@ -13,7 +13,7 @@ as workers do: see worker.py.)
     stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1
 
 ``backward_input(i, dy)`` and, later, ``backward_weight(i)`` do the same in two halves, see
-zero_bubble.py.
+runtime/linear.py.
 
 Parameter gradients are summed here, in the order of the calls, not in ``.grad``. They reach
 ``.grad`` once, through autograd (delivery.py): all at the end of the step or, with ``deliver``,
@@ -46,10 +46,9 @@ from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph, memory_of
 from runtime.guards import Guard, refuse_hidden, written_by_torch
+from runtime.linear import WeightsLater, add, let_weights_wait
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
-
-from .zero_bubble import Product, WeightsLater, add, add_products
 
 
 class _Part:
@@ -63,13 +62,12 @@ class _Part:
 
 
 class _Graph(Graph):
-    """One part of the stage. ``products``: weight gradients that `differentiate` left to compute,
-    see zero_bubble.py."""
+    """One part of the stage. ``later``: the weights' gradients that `differentiate` left, see
+    runtime/linear.py."""
 
-    def __init__(self, memory: torch.device, part: _Part) -> None:
+    def __init__(self, memory: torch.device, part: _Part, later: WeightsLater) -> None:
         super().__init__(memory)
-        self.part = part
-        self.products: list[Product] = []
+        self.part, self.later = part, later
 
 
 @dataclass
@@ -125,7 +123,8 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
-        self._later = WeightsLater(self.parameters)
+        let_weights_wait(module)
+        self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
         self._recompute = recompute
         by_layer = deliver is not None and recompute == NEVER
         cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
@@ -145,7 +144,7 @@ class Stage:
         """
         kept, guard = _Kept(), self._guard()  # one for all parts
         for part in self._parts:
-            graph = _Graph(self.memory, part)
+            graph = _Graph(self.memory, part, WeightsLater(self._casts))
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
             run = partial(self._layers, i, graph, guard)
             value = graph.record(value, run, is_first, self._forgets(i, part))
@@ -186,6 +185,7 @@ class Stage:
         """`backward` without the weight gradients of matrix products, left to `backward_weight`."""
         kept = self._with_graph(i)
         for graph in reversed(kept.graphs):
+            graph.later.at_once = False
             gradients = self._differentiate(i, kept, graph, gradients)
             graph.release()  # x and y; products keep what the second half needs
         return list(gradients)
@@ -205,7 +205,7 @@ class Stage:
     def _add_products(self, kept: _Kept, graph: _Graph) -> None:
         """The second half of the backward of a part. In the last backward, deliver its gradients:
         those in the sums of the micro-batch are not yet complete, and stay."""
-        add_products(graph.products, self._totals, kept.sums, self._shared)
+        graph.later.add_products(self._totals, kept.sums, self._shared)
         if self._deliver is not None and self._ended + 1 == self._num_microbatches:
             # incomplete, or held back by the pipe
             later = {*kept.sums, *self._shared, *self._held_back}
@@ -244,15 +244,15 @@ class Stage:
             name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
             value = guard.call(layer, value, name, self._modes(k, i, graph))
         refuse_hidden(value, f"{name} hands on")
-        graph.products.clear()  # from a layer that differentiates inside its forward
+        graph.later.products.clear()  # from a layer that differentiates inside its forward
         return value
 
     @contextmanager
     def _modes(self, k: int, i: int, graph: _Graph) -> Iterator[None]:
-        """Around a layer: random numbers of its own; `_later` notes products with its weights."""
+        """Around a layer: random numbers of its own, and weights whose gradients may wait."""
         with ExitStack() as modes:
             if torch.is_grad_enabled():  # gradients are wanted, in whatever mode the layers are
-                modes.enter_context(self._later.into(graph.products))
+                modes.enter_context(graph.later)
             modes.enter_context(self._randomness.of(self._seed, k, i))
             yield
 
@@ -279,11 +279,11 @@ class Stage:
         with ExitStack() as modes:
             if not graph.part.torchs_own or self.tail:
                 # code of others may repeat a forward: checkpoints
-                modes.enter_context(self._later.into(graph.products))
+                modes.enter_context(graph.later)
                 modes.enter_context(NoDraws())
             result, found = graph.differentiate(graph.part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
-        later = {p for product in graph.products for p in (product.weight, product.bias)}
+        later = {p for product in graph.later.products for p in product.trained}
         later |= self._shared
         # dense: an embedding's may be sparse, and a product's, or another part's, is not
         add(kept.sums, {p: g.to_dense() for p, g in found.items() if p in later})

@@ -13,7 +13,7 @@ forward:
     scatter         reduce-scatter      all-gather          part of the sequence in between
 
 A column-parallel matrix writes its backward, too: its collective runs beside its second product
-(`_Columns` in layers.py).
+(runtime/linear.py).
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `all_reduce`);
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`,

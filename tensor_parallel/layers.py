@@ -16,7 +16,8 @@ With `sequence_parallel` each rank holds some positions of the activations betwe
 gathered before the next pair. These activations take 1/t of the memory. As many bytes are sent,
 plus, in backward, the inputs of column-parallel matrices once more.
 
-Backward sums the gradient of x over the ranks while it computes the gradient of w.
+Backward sums the gradient of x over the ranks while it computes the gradient of w, unless that is
+left for later (runtime/linear.py).
 
 Shapes: B examples, T positions, C width, K features in, N features out, t ranks. Weights are K N,
 like GPT-2's `Conv1D`.
@@ -26,13 +27,13 @@ Paper: Shoeybi et al., "Megatron-LM", 2019.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator
+from runtime.linear import Exchange, linear
 from tensor_parallel.collectives import all_reduce, scatter
 
 SEQUENCE = 1  # the dimension of positions
@@ -72,42 +73,15 @@ class ColumnParallelLinear(_CutLayer):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        # before `_Columns`, so that what it saves, and its backward, have this type too
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-        y: Tensor = _Columns.apply(x, weight, bias, self.ranks, self.scattered)
-        return y
-
-
-class _Columns(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, ranks: Communicator, scattered: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.ranks, ctx.scattered = ranks, scattered
-        if scattered:
-            x = ranks.all_gather(x, SEQUENCE)  # [B, T, K]
-        y = torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)  # [B*T, N/t]
-        return y.view(*x.shape[:-1], y.size(-1))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ranks, scattered = ctx.ranks, ctx.scattered
-        rows = dy.reshape(-1, dy.size(-1))  # [B*T, N/t]
-        if scattered:  # forward kept only this rank's part, 1/t of the memory
-            x = ranks.all_gather(x, SEQUENCE)
-        dx = (rows @ weight.t()).view(x.shape)  # [B, T, K], one addend: that of this rank's columns
-        finish = (
-            ranks.start_reduce_scatter(dx, SEQUENCE) if scattered else ranks.start_all_reduce(dx)
-        )
-        dw = x.reshape(-1, x.size(-1)).t() @ rows  # overlaps with the collective
-        db = rows.sum(0)
-        return finish(), dw, db, None, None
+        ranks = self.ranks
+        if self.scattered:  # what is kept for backward is this rank's positions, and gathered again
+            exchange = Exchange(
+                partial(ranks.all_gather, dim=SEQUENCE),
+                partial(ranks.start_reduce_scatter, dim=SEQUENCE),
+            )
+        else:
+            exchange = Exchange(lambda x: x, ranks.start_all_reduce)
+        return linear(x, self.weight, self.bias, exchange=exchange)
 
 
 class RowParallelLinear(_CutLayer):
@@ -120,7 +94,7 @@ class RowParallelLinear(_CutLayer):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], len(self.bias))
+        y = linear(x, self.weight)
         return self.summed(y) + self.bias  # after the sum: once, not once per rank
 
 

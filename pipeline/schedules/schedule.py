@@ -31,7 +31,8 @@ stage alternates F and B. The bubble is the same; a stage holds at most min(m, n
 Zero bubble (Qi et al., 2023, ZB-H1): backward has two halves. The previous stage waits for I, the
 gradient of the input; no stage waits for W, the gradient of the weights, so W fills the gaps. With
 one clock each for F, I and W, 1F1B takes 3m + 3(n-1) clocks and ZB-H1 3m + n-1 (if m >= n). Every
-stage holds as much as 1F1B's first, min(m, n) micro-batches. zero_bubble.py splits backward.
+stage holds as much as 1F1B's first, min(m, n) micro-batches. runtime/linear.py splits
+backward.
 
     Zero bubble, 3 stages, 4 micro-batches              bubble = (n-1)/(3m+n-1) = 2/14
     stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3

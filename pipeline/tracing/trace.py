@@ -47,21 +47,28 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _assign_attr
 from torch.fx.node import map_aggregate
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.partition import balance
+from runtime.linear import linear
 
 from .operators import Program, at_least_two
 
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x, weight, bias, transposed=True)
+
+
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **scales: Any) -> Tensor:
+    if scales or bias.dim() != 1:
+        return torch.addmm(bias, x, weight, **scales)
+    return linear(x, weight, bias)
+
+
 _aten = torch.ops.aten
-# Stages call these Python functions instead of the operators, because zero_bubble.py intercepts
-# them.
-_CALLED: dict[Any, Callable[..., Any]] = {
-    _aten.linear.default: F.linear,
-    _aten.addmm.default: torch.addmm,
-}
+# What stages call instead of the operators, so that the gradients of weights may wait.
+_CALLED: dict[Any, Any] = {_aten.linear.default: _linear, _aten.addmm.default: _addmm}
 
 
 def split(

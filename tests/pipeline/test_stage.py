@@ -25,7 +25,7 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     stage = Stage(0, nn.Sequential(dense, watched(saved, 1)), CPU)
     output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
-    products = stage._kept[0].graphs[0].products
+    products = stage._kept[0].graphs[0].later.products
     gc.disable()  # references alone must do
     try:
         assert stage.backward_input(0, [torch.ones_like(output)]) == [None]

@@ -1,0 +1,274 @@
+"""y = x w + b, whose weight gradient may wait: backward in two halves.
+
+Problem. In a pipeline, another stage waits for gradients of activations. Gradients of weights are
+needed at the end of the step, but autograd computes both, layer by layer, in one pass. It also
+makes each weight's gradient for each micro-batch before adding it to the sum: with small
+micro-batches that takes a tenth of the second half.
+
+Idea. Nearly all work on weights is in products y = x w + b, and all layers of ours compute them by
+`linear`: whole matrices and those that are cut over ranks. While a stage runs a layer, `linear`
+uses an autograd function whose backward returns dx = dy w' at once and, instead of dw = x' dy and
+db = sum of dy, notes (x, dy). `WeightsLater.add_products` computes dw and db from the notes when
+the schedule says so; the product x' dy is added to the sum over micro-batches directly. A whole
+backward is the first half followed at once by the second, so the bits are the same. Everything else
+(norms, embeddings, convolutions, products of a user's own) is differentiated in the first half.
+Outside a stage, as in data parallelism, `linear` is torch's own function.
+
+`let_weights_wait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls `linear`.
+
+Where each rank has some columns of w, dx is one of several addends. An `Exchange` starts their sum
+before the weight's gradient is computed, if that is computed at once.
+
+Rejected: two calls of `torch.autograd.grad` over the same graph, first for the inputs and then for
+the parameters (as torch.distributed.pipelining does): they compute much of the path twice. A
+`TorchFunctionMode` that replaces products wherever they are called: it costs each torch call a
+microsecond, and does not see into autograd functions, such as those of cut layers.
+
+Cost: between the halves, x (which backward held anyway; gathered, if it was scattered) and dy of
+every product.
+
+Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in pipeline/schedules/.
+Adding products directly to the sum: Megatron-LM's gradient accumulation fusion.
+
+Shapes: R rows, K features in, N features out. A weight is K N, like Conv1D's; transposed it is N K,
+like nn.Linear's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runtime.graph import Gradients
+
+# Layers that compute x w + b and nothing else, and whether their weight is transposed.
+_LINEAR = {"torch.nn.modules.linear.Linear": True, "transformers.pytorch_utils.Conv1D": False}
+
+
+class Exchange(NamedTuple):
+    """What the ranks that share a weight exchange around a product."""
+
+    gather: Callable[[Tensor], Tensor]
+    """All rows, of which x has some; or x itself."""
+    start_sum: Callable[[Tensor], Callable[[], Tensor]]
+    """Begins the sum of the ranks' dx; what it returns waits for it."""
+
+
+@dataclass
+class Product:
+    """One y = x w + b, with the operands of its gradients."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # None: there is none, or it is frozen
+    transposed: bool
+    x: Tensor  # R K
+    dy: Tensor  # R N
+    fused: bool  # whether dw is added to the sum while it is computed
+    dw: Tensor | None = None  # if it was computed at once
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def gradient(self, p: nn.Parameter) -> Tensor:
+        """dw, or db where p is the bias."""
+        if p is not self.weight:
+            return self.dy.sum(0).to(p.dtype)
+        if self.dw is not None:
+            return self.dw
+        a, b = self._factors()  # dw = a b
+        return a.mm(b).to(p.dtype)  # under autocast x and dy are narrower
+
+    def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
+        """Add `gradient` of p to ``total``."""
+        if p is self.weight and self.fused and self.x.dtype == self.dy.dtype == total.dtype:
+            total.addmm_(*self._factors())  # one kernel, and no dw in memory
+        else:
+            total.add_(self.gradient(p))
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        # [N, R] x [R, K], or [K, R] x [R, N]: the shape of the weight
+        return (self.dy.t(), self.x) if self.transposed else (self.x.t(), self.dy)
+
+
+class WeightsLater:
+    """Inside ``with later:`` the products of this thread leave their weights' gradients: their
+    backwards append to ``products``.
+
+    Args:
+        casts: weights in autocast's type, kept for one step, as autocast does.
+
+    Attributes:
+        at_once: whether the second half follows at once, so that it may run beside an exchange.
+    """
+
+    def __init__(self, casts: dict[Tensor, Tensor]) -> None:
+        self.products: list[Product] = []
+        self.at_once = True
+        self._casts = casts
+
+    def __enter__(self) -> None:
+        self._before, _thread.later = _thread.later, self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.later = self._before
+
+    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if parameter not in self._casts:
+            self._casts[parameter] = _cast(parameter.detach(), dtype)
+        return self._casts[parameter]
+
+    def add_products(
+        self, totals: Gradients, sums: Gradients, apart: Collection[nn.Parameter]
+    ) -> None:
+        """The second half of a micro-batch's backward. Frees each product after use.
+
+        Gradients are added to the totals over micro-batches. A parameter with several gradients in
+        this micro-batch (from several products, in ``sums`` already, or ``apart``) adds them to
+        ``sums``, the sums of this micro-batch. So each parameter has one sum per micro-batch, in
+        the order of the backward, whenever the halves run.
+        """
+        uses = Counter(p for product in self.products for p in product.trained)
+        self.products.reverse()  # pop takes the last: this keeps backward's order
+        while self.products:
+            product = self.products.pop()
+            for p in product.trained:
+                several = uses[p] > 1 or p in sums or p in apart  # this micro-batch has more for p
+                target = sums if several else totals
+                if p in target:
+                    product.add_gradient(p, target[p])  # in place
+                else:
+                    target[p] = product.gradient(p)  # new memory, not a view: may be written to
+
+
+class _Thread(threading.local):
+    """Like grad mode, of each thread: where the weights' gradients are left; None: nowhere."""
+
+    later: WeightsLater | None = None
+
+
+_thread = _Thread()
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
+    parameters for later. (Not if x has no rows, the numbers are complex, the weight is no
+    parameter, or torch.func differentiates.)
+
+    Args:
+        weight: [K, N]; ``transposed``: [N, K].
+        exchange: with the ranks that have the other columns. Weight and bias are parameters then.
+    """
+    later = _thread.later if _may_wait(x, weight, bias) else None
+    if later is None and exchange is None:
+        return F.linear(x, weight if transposed else weight.t(), bias)
+    w, b = weight, bias  # perhaps cast below; weight, bias: the parameters themselves
+    if torch.is_autocast_enabled(x.device.type):
+        # Cast here: backward needs the cast operands too, and inside the autograd function
+        # (no_grad) autocast would cast every weight anew for every micro-batch.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        cast = _cast if later is None else later.cast
+        x, w, b = _cast(x, dtype), cast(weight, dtype), None if b is None else cast(b, dtype)
+    y: Tensor = _Linear.apply(x, weight, bias, w, b, transposed, exchange, later)
+    return y
+
+
+def let_weights_wait(module: nn.Module) -> None:
+    """Every `nn.Linear` and `Conv1D` inside computes by `linear` from now on. That changes no
+    result, and no name."""
+    for m in module.modules():
+        name = f"{type(m).__module__}.{type(m).__qualname__}"
+        if name in _LINEAR and "forward" not in vars(m):  # not someone else's
+            m.forward = partial(_forward, m, _LINEAR[name])
+
+
+def _forward(module: Any, transposed: bool, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias, transposed)
+
+
+def _may_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        x.dim() > 1
+        and isinstance(weight, nn.Parameter)
+        and weight.requires_grad
+        and not weight.is_complex()
+        and (bias is None or isinstance(bias, nn.Parameter) or not bias.requires_grad)
+        and torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
+    )
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does."""
+    return t if t.dtype == torch.float64 else t.to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """``weight`` and ``bias`` are arguments so that the result has a graph even if x has none, and
+    to get their gradients if nothing is left for later. The others: the operands, and how."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        w: Tensor,
+        b: Tensor | None,
+        *how: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)  # of a scattered x this rank's rows
+        ctx.notes = weight, bias if bias is not None and bias.requires_grad else None, *how
+        transposed, exchange, _ = how
+        x = x if exchange is None else exchange.gather(x)
+        # Autograd forbids in-place changes of a view made by a function; .data is no view, and
+        # costs no kernel.
+        return F.linear(x, w if transposed else w.t(), b).data
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        weight, bias, transposed, exchange, later = ctx.notes
+        x = x if exchange is None else exchange.gather(x)
+        rows = dy.flatten(0, -2)  # R N, any of which may be 0
+        inputs = x.detach().flatten(0, -2)  # R K; not x itself, which keeps the graph
+        product = Product(weight, bias, transposed, inputs, rows, fused=exchange is None)
+        dx = None
+        if ctx.needs_input_grad[0]:  # not if, e.g., x is the batch
+            dx = rows.mm(w if transposed else w.t()).view(x.shape)
+        finish = exchange.start_sum(dx) if exchange is not None and dx is not None else lambda: dx
+        if later is None or (exchange is not None and later.at_once):
+            product.dw = product.gradient(weight)  # beside the sum
+        if later is not None:
+            later.products.append(product)
+            return finish(), *(None,) * 7
+        db = None if bias is None else product.gradient(bias)
+        return finish(), product.dw, db, *(None,) * 5
+
+
+def add(totals: Gradients, new: Gradients) -> None:
+    """Add the gradients to their totals, in one call for all.
+
+    The first one is copied: totals are written to, and its memory may be another gradient's, too.
+    (Autograd hands the same tensor to both terms of a sum.)
+    """
+    known = [p for p in new if p in totals]
+    if known:
+        torch._foreach_add_([totals[p] for p in known], [new[p] for p in known])
+    for p, gradient in new.items():
+        if p not in totals:
+            totals[p] = gradient.clone()

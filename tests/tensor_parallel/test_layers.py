@@ -1,0 +1,83 @@
+"""Cut matrices in a pipeline: each leaves its weight's gradient for W, and zero bubble gains by it.
+That a cut model trains as a whole one does: tests/equivalence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.schedules.schedule import one_f_one_b, zero_bubble
+from pipeline.stage import Stage
+from planning.simulate import Simulator, Work
+from runtime.communicator import Communicator
+from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests import ranks as processes
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.count += func.overloadpacket is torch.ops.aten.addmm_
+        return func(*args, **(kwargs or {}))
+
+
+def pair(ranks: Communicator, sequence: bool) -> nn.Sequential:
+    """A matrix cut by columns, and one cut by rows: 8 to 4 features of each rank, to 8."""
+    weights = [nn.Parameter(torch.rand(shape, dtype=torch.float64)) for shape in ((8, 4), (4, 8))]
+    biases = [nn.Parameter(torch.rand(n, dtype=torch.float64)) for n in (4, 8)]
+    columns = ColumnParallelLinear(weights[0], ranks, sequence, biases[0])
+    return nn.Sequential(
+        columns, nn.Tanh(), RowParallelLinear(weights[1], ranks, sequence, biases[1])
+    )
+
+
+def in_both_ways(rank: int, _: int, sequence: bool) -> tuple[Counter[str], list[list[Tensor]]]:
+    """The products of each kind of action of a stage with two pairs; and the sums of gradients of
+    two micro-batches, by halves and by whole backwards."""
+    torch.manual_seed(rank)
+    ranks = Communicator(torch.distributed.group.WORLD)
+    layers = nn.Sequential(pair(ranks, sequence), pair(ranks, sequence))
+    torch.manual_seed(rank if sequence else 0)
+    x, dy = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    counts, sums = Counter[str](), []
+    for order in (["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "B0", "F1", "B1"]):
+        stage = Stage(1, layers, torch.device("cpu"), deliver=dict.clear, num_microbatches=3)
+        for action in order:
+            i = int(action[1])
+            with Products() as products:
+                if action[0] == "F":
+                    stage.forward(i, (x + i).requires_grad_())
+                elif action[0] == "W":
+                    stage.backward_weight(i)
+                else:
+                    (stage.backward if action[0] == "B" else stage.backward_input)(i, [dy])
+            counts[action[0]] += products.count
+        sums.append(list(stage.take_gradients().values()))
+    return counts, sums
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
+    ranks: processes.Ranks, sequence: bool
+) -> None:
+    """Four matrices, for two micro-batches; forwards run in both ways. If an action takes as long
+    as its products, a step of four stages takes as long as 57 and 51 forwards."""
+    for counts, (halves, whole) in ranks.run(in_both_ways, sequence):
+        assert counts == {"F": 16, "I": 8, "W": 8, "B": 16}
+        assert len(halves) == 8
+        assert all(map(torch.equal, halves, whole))
+    each = {kind: count / (4 if kind == "F" else 2) for kind, count in counts.items()}
+    work = Work(lambda action: each[action.kind.value])
+    assert Simulator(one_f_one_b(4, 16)).run(work).span == 57 * each["F"]
+    assert Simulator(zero_bubble(4, 16)).run(work).span == 51 * each["F"]
