@@ -16,8 +16,8 @@ Outside a stage, as in data parallelism, `linear` is torch's own function.
 
 `let_weights_wait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls `linear`.
 
-Where each rank has some columns of w, dx is one of several addends. An `Exchange` starts their sum
-before the weight's gradient is computed, if that is computed at once.
+Where each rank has some columns of w, dx is one of several addends. An `AroundProduct` starts their
+sum before the weight's gradient is computed, if that is computed at once.
 
 Rejected: two calls of `torch.autograd.grad` over the same graph, first for the inputs and then for
 the parameters (as torch.distributed.pipelining does): they compute much of the path twice. A
@@ -53,7 +53,7 @@ from runtime.graph import Gradients
 _LINEAR = {"torch.nn.modules.linear.Linear": True, "transformers.pytorch_utils.Conv1D": False}
 
 
-class Exchange(NamedTuple):
+class AroundProduct(NamedTuple):
     """What the ranks that share a weight exchange around a product."""
 
     gather: Callable[[Tensor], Tensor]
@@ -163,7 +163,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     transposed: bool = False,
-    exchange: Exchange | None = None,
+    exchange: AroundProduct | None = None,
 ) -> Tensor:
     """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
     parameters for later. (Not if x has no rows, the numbers are complex, the weight is no

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator
-from runtime.linear import Exchange, linear
+from runtime.linear import AroundProduct, linear
 from tensor_parallel.collectives import all_reduce, scatter
 
 SEQUENCE = 1  # the dimension of positions
@@ -75,12 +75,12 @@ class ColumnParallelLinear(_CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         ranks = self.ranks
         if self.scattered:  # what is kept for backward is this rank's positions, and gathered again
-            exchange = Exchange(
+            exchange = AroundProduct(
                 partial(ranks.all_gather, dim=SEQUENCE),
                 partial(ranks.start_reduce_scatter, dim=SEQUENCE),
             )
         else:
-            exchange = Exchange(lambda x: x, ranks.start_all_reduce)
+            exchange = AroundProduct(lambda x: x, ranks.start_all_reduce)
         return linear(x, self.weight, self.bias, exchange=exchange)
 
 
