@@ -57,7 +57,7 @@ from training.launch.world import World
 from training.layouts.layout import parameters_of
 from training.layouts.replicated import Replicated
 from training.layouts.setup import Setup, setup_of
-from training.optimization import Optimizers, Recipe
+from training.optimization import Counts, Optimizers, Recipe
 from training.options import Options
 from training.tasks.language import LanguageTask
 
@@ -313,7 +313,7 @@ class _Ours:
         step = next(self.steps)
         self.optimizer.zero_grad()
         loss = self.model.backward(step)
-        self.optimizer.step(loss, step.count, (step.positions, step.tokens))
+        self.optimizer.step(loss, step.count, Counts(step.positions, step.tokens))
         self.loss = self.optimizer.loss
 
 

@@ -205,8 +205,8 @@ def _pipeline(folder: Path) -> dict[str, float]:
         for name in ("gpipe", "1f1b"):
             for m in MICROBATCHES:
                 pipe.recorder = timeline = Timeline(workers="stage")
-                for k in range(STEPS):
-                    timeline.step(k)
+                for _ in range(STEPS):
+                    timeline.begin_step()
                     pipe.train_step(x, y, _squares, SCHEDULES[name], num_microbatches=m)
                 timeline.save(folder)
                 workers = Run(folder).timeline

@@ -80,7 +80,6 @@ from training.launch.errors import RunError
 from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.choose import lay_out
-from training.profiling import Profile
 from training.rank import Rank, run_rank
 from training.resume import Resume
 from training.tasks.any_text import AnyTexts, load_texts
@@ -93,7 +92,6 @@ from training.tasks.task import TrainingTask
 from training.tasks.texts import SPLITS
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
-from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
 AXIS = {  # of the strategies whose ranks are all on one
@@ -167,10 +165,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
 def work(rank: Rank) -> None:
     """Trains, and checks. Raises RunError if a check finds a difference from one process."""
     args, model = rank.setup.args, rank.model
-    profile = Profile(rank.setup.timeline, args.profile, args.workdir)
-    results = rank.train(trackers_of(args))
-    profile.close()
-    close_trackers(args)
+    results = rank.train()
     # Collective; rank 0 keeps what it gets.
     outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else []
     finish(results)

@@ -10,10 +10,10 @@ import torch
 from tensor_parallel.gpt2 import degrees
 from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
+from training.metrics import check_trackers
 from training.options import VGG, Options
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pretrained import check_pretrained
-from training.trackers import trackers_of
 
 from . import rules, stage_rules
 from .rules import Rule
@@ -62,7 +62,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
             f"device {name}", not (getattr(args, name) and args.device == "mps"),
             "it compares with a run in float64, which this device lacks", "--device cpu works",
         )  # fmt: skip
-    trackers_of(args)  # refuses one that is not installed
+    check_trackers(args)
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
     yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
     sharded = args.strategy == "fsdp" or args.zero == 3

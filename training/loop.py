@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from training.metrics import Metrics, Tracker
-from training.optimization import ADVICE, Optimizers, Recipe
+from runtime.cores import quota_note
+from training.metrics import Metrics
+from training.optimization import ADVICE, Counts, Optimizers, Recipe
 from training.options import Options
 from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.seeds import stream
-from training.timeline import Timeline
+from training.timeline import profiled
 
 from .launch import notice
 from .launch.errors import RunError
@@ -51,43 +51,47 @@ def train(
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     n_steps: int | None = None,
     before: Totals = NOTHING_YET,
+    before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[Totals, float], None] = lambda *_: None,
-    prepare: Callable[[], None] = lambda: None,
 ) -> Totals:
     """Trains an epoch, or the rest of one. Afterwards p.grad still holds the last step's gradients.
 
     Args:
         average_gradients_fn: called after backward; averages gradients over the ranks.
         before: totals of this epoch's steps that an earlier run has done; `steps` are the rest.
+        before_step: called before each step, e.g. to seed it.
         after_step: called with the totals so far and the step's seconds, e.g. to save; its own time
             is not counted.
-        prepare: called while a GPU still computes, to make the next batch; see `Ahead`.
 
     Raises:
         RunError: a loss or gradient is not finite; see `Optimizers.step`.
     """
-    totals = before
-    bar = moving(steps, desc, n_steps, "step", shown=rank == 0, done=before.steps)
-    start = time.perf_counter()  # waiting for the next batch counts, too
-    for step in bar:
-        optimizer.zero_grad()  # backward adds to what it finds
-        loss = model.backward(step)  # a scalar, this rank's part of the sum
-        prepare()
-        if average_gradients_fn is not None:  # other layouts combine theirs in backward
-            average_gradients_fn(cast(nn.Module, model.module))
-        # All ranks meet here: they decide alike whether to update, from the same numbers.
-        remark = optimizer.step(loss, step.count, (step.positions, step.tokens, notice.given()))
-        if remark is not None and rank == 0:
-            bar.write(remark)
-        seconds = time.perf_counter() - start  # a GPU may still compute the update
-        totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
-        bar.set_postfix_str(
-            f"loss {optimizer.loss_sum / max(1, step.count):.3f}, "
-            f"{totals.positions / totals.seconds:,.0f} tokens/s",
-            refresh=False,
-        )
-        after_step(totals, seconds)
-        start = time.perf_counter()
+    totals, remaining = before, iter(steps)
+    with moving(None, desc, n_steps, "step", shown=rank == 0, done=before.steps) as bar:
+        start = time.perf_counter()  # waiting for the next batch counts, too
+        step = next(remaining, None)
+        while step is not None:
+            before_step()
+            optimizer.zero_grad()  # backward adds to what it finds
+            loss = model.backward(step)  # a scalar, this rank's part of the sum
+            following = next(remaining, None)  # while a GPU computes what the host has launched
+            if average_gradients_fn is not None:  # other layouts combine theirs in backward
+                average_gradients_fn(cast(nn.Module, model.module))
+            # All ranks meet here: they decide alike whether to update, from the same numbers.
+            counts = Counts(step.positions, step.tokens, notice.given())
+            remark = optimizer.step(loss, step.count, counts)
+            if remark is not None and rank == 0:
+                bar.write(remark)
+            seconds = time.perf_counter() - start  # a GPU may still compute the update
+            totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
+            bar.set_postfix_str(
+                f"loss {optimizer.loss_sum / max(1, step.count):.3f}, "
+                f"{totals.positions / totals.seconds:,.0f} tokens/s",
+                refresh=False,
+            )
+            bar.update()
+            after_step(totals, seconds)
+            start, step = time.perf_counter(), following
     return totals
 
 
@@ -104,33 +108,11 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
     )
 
 
-class Ahead(Iterator[Step]):
-    """Steps, of which the next can be made ahead of its turn: while a GPU computes the one before,
-    which the host has only launched."""
-
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._steps = iter(steps)
-        self._made: list[Step] = []  # one at most
-
-    def prepare(self) -> None:
-        """Makes the next step, if there is one and it is not made."""
-        if not self._made:
-            self._made += islice(self._steps, 1)
-
-    def __next__(self) -> Step:
-        self.prepare()
-        if not self._made:
-            raise StopIteration
-        return self._made.pop()
-
-
-def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> Iterator[Step]:
-    """The same steps, of which `done` precede the first. Before each torch's generators are seeded
-    by its number. So dropout that draws (of transformers, in --pipeline blocks) has other masks on
-    every part and shard, and the same ones in a resumed run."""
-    for number, step in enumerate(steps, done):
-        torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.tp_rank, number))
-        yield step
+def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
+    """Seeds torch's generators by the number of the step in the run. So dropout that draws (of
+    transformers, in --pipeline blocks) has other masks on every part and shard, and the same ones
+    in a resumed run."""
+    torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.tp_rank, number))
 
 
 def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tuple[float, float]:
@@ -160,15 +142,10 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
 
 
 def run(
-    world: World,
-    task: TrainingTask,
-    model: LaidOutModel,
-    setup: Setup,
-    resume: Resume = NO_RESUME,
-    trackers: Sequence[Tracker] = (),
+    world: World, task: TrainingTask, model: LaidOutModel, setup: Setup, resume: Resume = NO_RESUME
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
-    args = setup.args
+    args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
@@ -177,84 +154,68 @@ def run(
     before = saving.restore(resume)
     model.check_replicas("at the start")  # after weights were loaded
     done = optimizer.steps  # by the run that is resumed
-    # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
-    first = max(0, done - 1) // per_epoch
-    results.begin([*setup.notes(world.device), *resume.notes], resumed=done > 0)
-    # After `begin`, which has moved old files away.
-    metrics = Metrics(world, args, model, done, trackers)
-    setup.timeline.last.step = done + 1
-    epochs = _Epochs(setup.timeline, optimizer, results, saving, metrics)
-    with notice.heeded(args.on_signal), saving.before_the_end():
-        if args.num_batches is None and done == 0 and not args.benchmark_only:
-            setup.timeline.last.note("evaluation")
-            results.say_start(*_evaluate(results, "before the first step"))
-        for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
-            length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
-            epochs.run(epoch, length, before)
-            before = NOTHING_YET  # only the first epoch was begun by an earlier run
-    saving.prune()  # waits for what is written in the background
-    if not setup.timeline.complete:  # the run was shorter
-        setup.timeline.save(args.workdir)
-    results.summarize()
-    return results
+    quota = quota_note() if world.device.type == "cpu" else []
+    results.begin([*setup.notes(world.device), *quota, *resume.notes], resumed=done > 0)
+    metrics = Metrics(world, args, model, done)  # after `begin`, which has moved old files away
 
+    def before_step() -> None:
+        timeline.begin_step()
+        timeline.last.step = optimizer.steps + 1
+        seed_step(model, args.seed, optimizer.steps)
 
-@dataclass(frozen=True)
-class _Epochs:
-    """The epochs of a run, and what they leave behind. All ranks call the methods together."""
-
-    timeline: Timeline
-    optimizer: Optimizers
-    results: Results
-    saving: Saving
-    metrics: Metrics
-
-    def run(self, epoch: int, length: int, before: Totals) -> None:
-        """Trains an epoch of so many steps, of which those in `before` are done; then saves,
-        compares the replicas, and evaluates."""
-        world, args = self.results.world, self.results.args
-        task, model, note = self.results.task, self.results.model, self.timeline.last.note
-        steps = task.steps(
-            epoch, model.dp_rank, model.dp_size, model.num_microbatches, before.steps
-        )
-        ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
-        steps = self.timeline.over(seeded(ahead, model, args.seed, self.optimizer.steps))
-        totals = train(
-            model, self.optimizer, steps, f"Epoch {epoch + 1}", world.rank,
-            model.average_gradients, n_steps=length, before=before,
-            after_step=self._after_step, prepare=ahead.prepare,
-        )  # fmt: skip
-        model.set_timeouts(args.timeout)
-        note("checkpoint")
-        self.saving.save(epoch, totals)  # before the evaluation, which can be repeated
-        note("comparison of replicas")
-        model.check_replicas(f"in epoch {epoch + 1}")
-        note("evaluation")
-        # BLEU is meaningless before one epoch.
-        few = task.score_name == "BLEU" and (args.num_batches or math.inf) < task.steps_per_epoch
-        loss, score = math.nan, Score()
-        if not args.benchmark_only:
-            loss, score = _evaluate(self.results, f"after epoch {epoch + 1}", score=not few)
-        result = self.results.end_epoch(epoch, totals, loss, score)
-        self.metrics.add_evaluation(self.optimizer.steps, epoch, result)
-
-    def _after_step(self, totals: Totals, seconds: float) -> None:
+    def after_step(totals: Totals, seconds: float) -> None:
         """Raises Ended if a rank was given notice."""
-        world, args, model = self.results.world, self.results.args, self.results.model
         model.set_timeouts(step_timeout(args, world, seconds))
-        epoch = (self.optimizer.steps - 1) // self.results.task.steps_per_epoch
-        self.metrics.add_step(epoch, self.optimizer, seconds)
-        asked = self.optimizer.counts[2] > 0  # on some rank
+        metrics.add_step(epoch, optimizer, seconds)
+        asked = optimizer.counts.notices > 0  # on some rank
         # After the metrics: metrics.jsonl has what a checkpoint has done.
-        self.saving.after_step(epoch, totals, asked)
+        saving.after_step(epoch, totals, asked)
         if asked:
-            self.saving.saver.wait()
+            saving.saver.wait()
             world.gather(None)  # a rank that ends, ends the others
             raise notice.Ended
-        if self.timeline.recording and self.timeline.complete:
-            self.timeline.save(args.workdir)  # at once: the run may be interrupted later
-        self.timeline.last.note("next batch")
-        self.timeline.last.step = self.optimizer.steps + 1
+        if timeline.recording and timeline.complete:
+            timeline.save(args.workdir)  # at once: the run may be interrupted later
+        timeline.end_step()
+        note("next batch")
+
+    with (
+        notice.heeded(args.on_signal),
+        saving.before_the_end(),
+        profiled(timeline, args.profile, args.workdir),
+    ):
+        if args.num_batches is None and done == 0 and not args.benchmark_only:
+            note("evaluation")
+            results.say_start(*_evaluate(results, "before the first step"))
+        # An epoch's last checkpoint precedes its evaluation: a resumed run evaluates it again.
+        for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
+            length = min(per_epoch, total - epoch * per_epoch)  # the last one may be cut short
+            steps = task.steps(
+                epoch, model.dp_rank, model.dp_size, model.num_microbatches, before.steps
+            )
+            totals = train(
+                model, optimizer, islice(steps, length - before.steps), f"Epoch {epoch + 1}",
+                world.rank, model.average_gradients, length, before, before_step, after_step,
+            )  # fmt: skip
+            before = NOTHING_YET  # only the first epoch was begun by an earlier run
+            model.set_timeouts(args.timeout)
+            note("checkpoint")
+            saving.save(epoch, totals)  # before the evaluation, which can be repeated
+            note("comparison of replicas")
+            model.check_replicas(f"in epoch {epoch + 1}")
+            note("evaluation")
+            loss, score = math.nan, Score()
+            if not args.benchmark_only:
+                scored = total >= per_epoch or not task.needs_an_epoch
+                loss, score = _evaluate(results, f"after epoch {epoch + 1}", scored)
+            result = results.end_epoch(epoch, totals, loss, score)
+            metrics.add_evaluation(optimizer.steps, epoch, result)
+    saving.prune()  # waits for what is written in the background
+    if not timeline.complete:  # the run was shorter
+        timeline.save(args.workdir)
+    metrics.close()
+    results.summarize()
+    return results
 
 
 def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score]:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,17 @@ from .tasks.task import to_device
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
+
+
+class Counts(NamedTuple):
+    """What a process has done in a step, or all processes together."""
+
+    positions: float = 0
+    tokens: float = 0
+    notices: float = 0  # processes that were asked to end
+
+
+NO_COUNTS = Counts()
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ class Optimizers:
         self.in_a_row = 0  # the last ones that were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
-        self.counts: list[float] = []
+        self.counts = NO_COUNTS
         self._world = world or World()
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
@@ -120,14 +131,14 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def step(self, loss: Tensor, target_tokens: int, counts: Sequence[int] = ()) -> str | None:
+    def step(self, loss: Tensor, target_tokens: int, counts: Counts = NO_COUNTS) -> str | None:
         """Updates the weights, or skips the step; all processes call it.
 
         Args:
             loss: this process' part of the summed loss.
             target_tokens: of the global batch; with 0 there is no mean loss, and the step is
                 skipped.
-            counts: what this process has done, e.g. positions.
+            counts: what this process has done.
 
         Returns:
             None, or why the step was skipped.
@@ -140,7 +151,8 @@ class Optimizers:
         facts = self._facts(loss, counts)
         launched = target_tokens > 0 and self._launch_update(facts)
         square, *others = facts.tolist()  # the only place where a step waits for its GPU
-        losses, self.counts = others[: self._world.world_size], others[self._world.world_size :]
+        losses = others[: self._world.world_size]
+        self.counts = Counts(*others[self._world.world_size :])
         self.norm = math.sqrt(square)
         self.loss_sum = sum(losses)
         epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
@@ -169,7 +181,7 @@ class Optimizers:
         """Restores it. `state` may have more keys."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
 
-    def _facts(self, loss: Tensor, counts: Sequence[int]) -> Tensor:
+    def _facts(self, loss: Tensor, counts: Counts) -> Tensor:
         """The squared norm of the gradient, the loss of each rank, and the summed counts, in
         float64: the same on all ranks. Waits for no GPU."""
         rank, world_size = self._world.rank, self._world.world_size

@@ -10,13 +10,12 @@ what it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from runtime.axes import AXES
 from training.files import show
 from training.loop import run
-from training.metrics import Tracker
 from training.options import O, Options
 from training.results import Results, options_of
 
@@ -40,7 +39,7 @@ class Rank:
     model: LaidOutModel
     resume: Resume
 
-    def train(self, trackers: Sequence[Tracker] = ()) -> Results:
+    def train(self) -> Results:
         """Says what will be trained, and trains it. All ranks call it together."""
         args, timeline = self.setup.args, self.setup.timeline
         m = args.num_microbatches or self.model.num_microbatches
@@ -51,7 +50,7 @@ class Rank:
         if self.world.is_main:
             layout = layout_in_words(args, self.model)
             show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-        return run(self.world, self.task, self.model, self.setup, self.resume, trackers)
+        return run(self.world, self.task, self.model, self.setup, self.resume)
 
 
 def run_rank(

@@ -8,23 +8,29 @@ such a recorder; a call takes about 0.3 microseconds, an action milliseconds.
     timeline = Timeline(world, about={"strategy": "ddp"})
     pipe = Pipe(module, recorder=timeline)            # or anything else that takes a recorder
     timeline.watch(optimizer)
-    for batch in timeline.over(batches):              # marks every step
+    for batch in batches:
+        timeline.begin_step()
         with timeline.span("F"):
             loss = model(batch)
+        timeline.end_step()
     timeline.save(workdir)                            # timeline_rank{r}.json
 
 Time without an event is idle time, or work that has no event, such as clipping. On a GPU kernels
 run later than they are launched, so a caller synchronizes before it reads the clock, but only while
 the timeline is `recording`.
+
+A timeline shows a rank's actions; `--profile` shows their operators and kernels, by
+`torch.profiler`, within ranges that are named as the actions (forward 2 of stage 1).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +39,7 @@ from training.files import write_text
 
 from .launch.world import World
 
-T = TypeVar("T")
+ROUNDS = 20  # in which ranks compare their clocks
 COMPUTE, COMMUNICATION = "compute", "communication"
 EVENT_KINDS = {  # kind: its name, and its lane
     "F": ("forward", COMPUTE),
@@ -77,7 +83,7 @@ class Timeline:
         num_steps: how many steps are recorded; None: all, and what comes before them.
         workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         about: facts for a picture: strategy, schedule, num_microbatches ...
-        offset: seconds from this rank's clock to rank 0's (launch/clocks.py).
+        offset: seconds from this rank's clock to rank 0's (`clock_offset`).
 
     `recording` says whether an event would be kept now; callers need not time anything else.
     """
@@ -123,20 +129,16 @@ class Timeline:
         """Whether the last step to record has at least begun."""
         return self._begun == self._num_steps
 
-    def step(self, k: int) -> None:
-        """Step k begins, and the one before has ended."""
+    def begin_step(self) -> None:
+        """A step begins; they are numbered on over all epochs."""
         self.recording = self._num_steps is None or self._begun < self._num_steps
         if self.recording:
-            self._step, self._begun = k, self._begun + 1
+            self._step, self._begun = self._begun, self._begun + 1
 
-    def over(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, each marked; numbers continue over several calls. What follows the steps,
-        such as evaluation, is not recorded."""
-        for step in steps:
-            self.step(self._begun)
-            yield step  # the caller works on it here
-            self.after_step()
+    def end_step(self) -> None:
+        """It has ended. What follows, such as an evaluation, is not recorded."""
         self.recording = False
+        self.after_step()
 
     def span(self, kind: str, microbatch: int = -1) -> _GeneratorContextManager[None]:
         """Records what happens in the `with`, or in the decorated function."""
@@ -177,3 +179,42 @@ class Timeline:
 
 
 OFF = Timeline(num_steps=0)  # records nothing
+
+
+def clock_offset(world: World) -> float:
+    """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
+
+    They meet again and again, and read their clocks after each round. No rank leaves a round before
+    all have come to it. So rank 0 leaves it later than this rank has left the round before, and
+    earlier than this rank leaves the next one. Of 20 rounds the one is used in which these two are
+    closest. An offset below that distance, which is the error at most, counts as 0, as on one
+    machine.
+    """
+    clocks = []
+    for _ in range(ROUNDS):
+        world.gather(None)
+        clocks.append(time.perf_counter())
+    theirs = world.gather(clocks)[0]
+    rounds = zip(clocks, clocks[1:], theirs[1:], clocks[2:], strict=False)
+    error, offset = min((after - before, there - here) for before, here, there, after in rounds)
+    return offset if abs(offset) > error else 0.0
+
+
+@contextmanager
+def profiled(timeline: Timeline, num_steps: int, workdir: Path) -> Iterator[None]:
+    """Within it the first step warms up, and then `num_steps` or the rest of the run are profiled,
+    and written to profile_rank{r}.json for https://ui.perfetto.dev. Work between two steps, such as
+    an evaluation, is included; these steps take longer. With 0 nothing is profiled."""
+    if not num_steps:
+        yield
+        return
+    from torch.profiler import profile, schedule
+
+    path = workdir / f"profile_rank{timeline.world.rank}.json"
+    with profile(
+        schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+    ) as profiler:
+        timeline.range = torch.profiler.record_function
+        timeline.after_step = profiler.step
+        yield

@@ -26,7 +26,7 @@ from tests.equivalence.table import Row, find
 from training.checkpoint import Saver
 from training.launch.world import World
 from training.layouts.layout import parameters_of
-from training.loop import seeded, train
+from training.loop import seed_step, train
 
 STEPS = 2
 NAMES = ["fsdp2-zero3-m2", "pipeline2-zbv-v2_m3", "mesh2-1x1x2-sequence"]
@@ -84,8 +84,9 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
     wanted = {"num_examples": 16, "batch_size": 8, "dropout": 0.1}
     world, row = row_of(rank, world_size, name, **wanted)
     with laid_out(row, world, torch.float32) as training:
-        steps = seeded(training._steps(), training.model, 0, 0)
-        for _ in range(STEPS):
+        steps = training._steps()
+        for number in range(STEPS):
+            seed_step(training.model, 0, number)
             with watch() as seen:
                 train(training.model, training.optimizer, islice(steps, 1), "", rank=1)
     return [wait.where for wait in seen.waits], set(seen.collectives)

@@ -39,7 +39,7 @@ from tests.ranks import end_groups, sharing
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel
 from training.layouts.setup import Setup
-from training.loop import seeded, train
+from training.loop import seed_step, train
 from training.optimization import Optimizers, Recipe, make_optimizer
 from training.resume import NO_RESUME, Saving, find_resume
 from training.tasks.task import Step, TrainingTask
@@ -103,10 +103,10 @@ class Training:
             if after_step is not None:
                 after_step(totals, seconds)
 
-        steps = seeded(self._steps(), self.model, SEED, self.optimizer.steps)
         train(
-            self.model, self.optimizer, islice(steps, n_steps), "", rank=1,  # no bar
+            self.model, self.optimizer, islice(self._steps(), n_steps), "", rank=1,  # no bar
             average_gradients_fn=note_gradients, after_step=note_loss,
+            before_step=lambda: seed_step(self.model, SEED, self.optimizer.steps),
         )  # fmt: skip
         return found | rectangles(self.model, "weight", 0, Tensor.detach)
 

@@ -91,8 +91,9 @@ def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
     """Per rank, what it did in step 1; step 0 is far off."""
     for rank, events in enumerate(rows):
         timeline = Timeline(World(rank, len(rows)), about=about)
+        timeline.begin_step()
         timeline("F", 0, 0, -900.0, -500.0)
-        timeline.step(1)
+        timeline.begin_step()
         for event in events:
             timeline(*event)
         (folder / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()), "utf-8")

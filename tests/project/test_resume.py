@@ -27,7 +27,7 @@ from tests.project.programs import (
 from tests.ranks import Ranks
 from training.checkpoint import Saver
 from training.launch.errors import counted
-from training.loop import seeded
+from training.loop import seed_step
 from training.optimization import Recipe
 from training.results import read_metrics
 
@@ -195,15 +195,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
 
 
 def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
-    """A resumed run goes on with those that the earlier one would have drawn."""
+    """By the number of the step in the whole run: a resume draws what the first run would have."""
 
-    def drawn(part: int, shard: int, done: int) -> list[float]:
+    def drawn(part: int, shard: int, number: int) -> float:
         model: Any = SimpleNamespace(dp_rank=part, tp_rank=shard)
-        steps: list[Any] = [None, None]
-        return [torch.rand(()).item() for _ in seeded(steps, model, seed=0, done=done)]
+        seed_step(model, 0, number)
+        return torch.rand(()).item()
 
-    assert drawn(0, 0, done=1)[0] == drawn(0, 0, done=0)[1]
-    assert len({*drawn(0, 0, 0), *drawn(1, 0, 0), *drawn(0, 1, 0)}) == 6
+    places = [(part, shard, number) for part in (0, 1) for shard in (0, 1) for number in (0, 1)]
+    assert len({drawn(*place) for place in places}) == 8
+    assert drawn(1, 0, 1) == drawn(1, 0, 1)
 
 
 def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ranks) -> None:

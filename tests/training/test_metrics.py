@@ -37,7 +37,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged: list[tuple[int, dict[str, Any]]] = []  # by W&B, whose own files take it seconds
-    of_wandb = SimpleNamespace(id="1", log=lambda numbers, step: logged.append((step, numbers)))
+    of_wandb = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)))
     begin, end = Mock(return_value=of_wandb), Mock()
     monkeypatch.setattr("wandb.init", create_autospec(wandb.init, side_effect=begin))
     monkeypatch.setattr("wandb.finish", end)
@@ -67,7 +67,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     shown = EventAccumulator("one/tensorboard").Reload().Scalars("loss")
     assert [e.value for e in shown] == pytest.approx([x["loss"] for x in steps])
     settings = begin.call_args.kwargs
-    assert (settings["id"], settings["resume"], settings["config"]["n_layer"]) == (None, "allow", 2)
+    assert (settings["resume"], settings["config"]["n_layer"]) == ("auto", 2)
     assert end.call_count == 1
     of_steps = [(step, numbers["loss"]) for step, numbers in logged if "loss" in numbers]
     assert of_steps == [(x["step"], x["loss"]) for x in steps]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.loop import Ahead, train
+from training.loop import train
 from training.optimization import Optimizers, Recipe, check_warmup, clip_factor
 from training.options import Options
 from training.results import Totals
@@ -160,13 +161,25 @@ def test_ranks_leave_out_the_same_steps_or_stop_together(ranks: Ranks) -> None:
     assert found[0][1].startswith("RunError epoch 1, step 2 of 4: the loss of rank 1 is nan; try ")
 
 
-def test_the_next_step_is_made_ahead_once_and_in_order() -> None:
-    made: list[int] = []
-    steps: Any = (made.append(k) or k for k in range(3))  # type: ignore[func-returns-value]
-    ahead: Any = Ahead(steps)
-    taken = []
-    for step in ahead:
-        taken.append((step, len(made)))
-        ahead.prepare()
-        ahead.prepare()
-    assert taken == [(0, 1), (1, 2), (2, 3)] and made == [0, 1, 2]
+def test_the_next_batch_is_made_after_backward_and_before_the_gradients_are_averaged() -> None:
+    """While a GPU computes what the host has launched."""
+    (parameter,), optimizers = make(recipe_of(1.0, 9, 9), 1)
+    feed([parameter], 0.0)
+    done: list[str] = []
+
+    def steps() -> Iterator[Step]:
+        for k in range(2):
+            done.append(f"batch {k}")
+            yield Step([], [], 1, 1, 1)
+
+    def backward(_: Step) -> Any:
+        done.append("backward")
+        return torch.tensor(1.0)
+
+    model: Any = SimpleNamespace(backward=backward, module=None)
+    train(
+        model, optimizers, steps(), "", average_gradients_fn=lambda _: done.append("average"),
+        before_step=lambda: done.append("seed"), after_step=lambda *_: done.append("save"),
+    )  # fmt: skip
+    first = ["batch 0", "seed", "backward", "batch 1", "average", "save"]
+    assert done == [*first, "seed", "backward", "average", "save"]

@@ -37,7 +37,7 @@ def results(tmp_path: Path) -> Results:
         score_name="BLEU", score_title="BLEU", score_details={"bleu_tokenizer": "13a"},
         units=units, tested=lambda: PAIRS,
     )  # fmt: skip
-    model: Any = SimpleNamespace(schedule=None, part=0)
+    model: Any = SimpleNamespace(results_per_rank=True, dp_rank=0)
     args = Options(workdir=tmp_path)
     return Results(World(), args, task, model)
 
@@ -50,7 +50,7 @@ class _OfTwoReplicas(World):
 def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     results: Results, tmp_path: Path
 ) -> None:
-    results.model.schedule = "1f1b"
+    results.model.results_per_rank = False
     for rank in range(2):
         results.world = _OfTwoReplicas(rank)
         results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
@@ -75,7 +75,7 @@ def test_the_table_and_the_lines_of_the_course(
     results.args.benchmark_only = True
     results.end_epoch(0, TOTALS, math.nan, Score())
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
-    results.args.benchmark_only, results.model.schedule = False, "gpipe"
+    results.args.benchmark_only, results.model.results_per_rank = False, False
     results.end_epoch(0, TOTALS, 2.25, Score(33.125))
     assert capsys.readouterr().out.split("\n")[:-1] == [
         # epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s

@@ -14,9 +14,8 @@ import pytest
 from project.figures.perfetto import write_trace
 from project.figures.runs import Run
 from tests.ranks import Ranks
-from training.launch.clocks import clock_offset
 from training.launch.world import World
-from training.timeline import Event, Timeline
+from training.timeline import Event, Timeline, clock_offset
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
@@ -24,11 +23,14 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
     nothing = Timeline(World(1, 2), num_steps=0)
     seen = []
     for _ in range(2):
-        for item in timeline.over(nothing.over("xy")):
+        for item in "xy":
+            timeline.begin_step()
+            nothing.begin_step()
             timeline(item, 0, 0, 0.0, 0.0)
             with nothing.span("F"):
                 nothing(item, 0, 0, 0.0, 0.0)
             seen.append((item, timeline.recording))
+            timeline.end_step()
         timeline("evaluation", 0, 0, 0.0, 0.0)
     assert [(e.kind, e.step) for e in timeline.events()] == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
@@ -82,7 +84,7 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
     a gap once times are rounded, and transfers cross."""
     chooser = random.Random(1)
     timeline = Timeline()
-    timeline.step(0)
+    timeline.begin_step()
     now = begin
     for i in range(300):
         end = now + chooser.randrange(1, 5000) * 1e-7
@@ -109,7 +111,7 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
 def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float]:
     """What a rank finds if its clock is ahead, and how long all took."""
     now, start = time.perf_counter, time.perf_counter()
-    with mock.patch("training.launch.clocks.time.perf_counter", lambda: now() + ahead[rank]):
+    with mock.patch("training.timeline.time.perf_counter", lambda: now() + ahead[rank]):
         return clock_offset(World(rank, world_size)), now() - start
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.launch.clocks import clock_offset
 from training.launch.world import World
 from training.optimization import make_optimizer
 from training.options import Options
-from training.timeline import OFF, Timeline
+from training.timeline import OFF, Timeline, clock_offset
 
 
 @dataclass(frozen=True)

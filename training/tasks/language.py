@@ -37,6 +37,7 @@ class LanguageTask(SequenceTask):
     """Plain text; see `training.tasks.sequences.SequenceTask`."""
 
     score_name = "perplexity"
+    needs_an_epoch = False
 
     def train_tokenizer(self, folder: Path) -> None:
         """Learns merges within lines."""

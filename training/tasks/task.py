@@ -73,6 +73,7 @@ class TrainingTask(Protocol):
     the whole batch."""
 
     score_name: str  # "BLEU", "accuracy" or "perplexity"
+    needs_an_epoch: bool  # the score means nothing, and takes long, after fewer steps
     units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
     steps_per_epoch: int  # `steps` may go on: --max_batches ends an epoch early
     files: dict[str, bytes]  # small files that every checkpoint needs, by name

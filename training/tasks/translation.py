@@ -20,6 +20,7 @@ class TranslationTask(SequenceTask):
     """Pairs of sentences; see `training.tasks.sequences.SequenceTask`."""
 
     score_name = "BLEU"
+    needs_an_epoch = True
 
     @property
     def score_details(self) -> dict[str, str]:

@@ -105,6 +105,7 @@ class PictureTask(TrainingTask):
     """VGG16 that classifies pictures; see `training.tasks.task.TrainingTask`."""
 
     score_name = "accuracy"
+    needs_an_epoch = False
     units: Sequence[str] = ("pictures/s",)
     files: dict[str, bytes]
 
