@@ -16,7 +16,7 @@ import importlib
 NAMES = (
     "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program",
     "process_pipeline", "chunks", "recompute", "tensor", "throughput", "mathematics", "plan",
-    "links", "data",
+    "data",
 )  # fmt: skip
 
 

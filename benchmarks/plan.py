@@ -1,6 +1,6 @@
 """This computer's runs beside the planner's predictions: seconds, bubble and memory of a step.
 
-Measures the computer (`planning.calibrate`), now and again since its speed drifts, trains a few
+Measures the computer (`benchmarks.calibrate`), now and again since its speed drifts, trains a few
 steps on pairs of a word and a long text, so that nearly all positions have a target, under every
 strategy on 1 to 4 ranks, a core each, and predicts the same steps. A row's ratio is the smaller of
 predicted and measured by the larger; of a bubble, 1 less their difference. Ranks that share cores
@@ -23,10 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
-import yaml
-
+from benchmarks.calibrate import calibrate
 from benchmarks.harness import Row, summarize, write_rows
-from planning.calibrate import calibrate
 from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
 from project.figures.compared import compare_step
@@ -118,12 +116,11 @@ def run() -> list[Row]:
     """Per run seconds, GiB and, of a pipeline, the bubble."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path, pairs = Path(folder) / "machine.yaml", Path(folder) / "pairs.jsonl"
+        pairs = Path(folder) / "pairs.jsonl"
         write_pairs(pairs)
         for k, (name, (command, layout)) in enumerate(runs().items()):
             if k % AGAIN == 0:
-                path.write_text(yaml.safe_dump(calibrate()), "utf-8")
-                cores = machine(str(path))
+                cores = machine("this", own=calibrate())
             seconds, bubble, memory, vocabulary = measure(command, pairs, Path(folder) / str(k))
             model = model_of(
                 None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=vocabulary, seq=LENGTH

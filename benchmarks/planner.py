@@ -1,7 +1,11 @@
-"""Repeats what docs/planning.md and docs/planning_details.md say about errors.
+"""How wrong the planner is on measured runs: what docs/planning.md and planning_details.md say.
 
-    python -m benchmarks.planner           runs that no constant was fitted to: benchmarks/runs
-    python -m benchmarks.planner FOLDER    the calibration, also with a part of the runs left out
+    python -m benchmarks.planner            runs that no constant was fitted to: benchmarks/runs
+    python -m benchmarks.planner FOLDER     the calibration, also with a part of the runs left out
+    python -m benchmarks.planner TABLE.csv --machine a100-80gb [--network 50]  any other table
+
+A table is a CSV file with a row per run: global_batch; layers, hidden, heads and seq; and what else
+benchmarks/runs has. docs/planning_details.md says what is assumed of an empty cell.
 
 The folder has vtrain_one_node_a100.csv, narayanan2021_table1_a100.csv and
 playbook_one_node_h100.csv. Every fit starts from the same round figures, sees some of the rows, and
@@ -14,18 +18,21 @@ adds to it.
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planning.cost import PricedStep
-from planning.describe import Machine, machine
-from planning.table import compared, read_table, row_of, summary
+from planning.describe import Layout, Machine, Model, layout_of, machine, model_of
 
 START = {
     "matmul_efficiency": 0.6, "memory_efficiency": 0.8, "kernel_us": 2.0, "host_us": 20.0,
@@ -44,8 +51,88 @@ UNSEEN = {  # its machine, and its network if that is another
     "nemo2024_h100": ("h100-megatron", None), "oneflow2021_v100": ("v100", "12.5"),
 }  # fmt: skip
 ROWS = 300  # of a table at most in a fit, drawn at random
+RECOMPUTE = {"full": "always", "none": "never", "selective": "selective", "": "never"}
+SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gated_mlp", "tied", "kv_heads")
 Row = dict[str, str]
 Numbers = NDArray[np.float64]
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table. Lines that begin with # are comments."""
+    lines = [line for line in path.read_text("utf-8-sig").splitlines() if line[:1] != "#"]
+    return [dict(row) for row in csv.DictReader(lines, restval="")]
+
+
+def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
+    """The model, layout and nodes of a row."""
+    numbers = {
+        name: int(float(row[name]))
+        for name in (*SIZES, "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch",
+                     "global_batch", "zero", "sequence_parallel") if row.get(name)
+    }  # fmt: skip
+    sizes = {name: numbers[name] for name in SIZES if name in numbers}
+    model = model_of(None, **({"vocab": 51200} | sizes))
+    pp, chunks = numbers.get("pp", 1), numbers.get("chunks")
+    schedule = row.get("schedule") or "1f1b"
+    if schedule == "interleaved" and not chunks:
+        units = model.layers  # or embedding and head as a block each
+        units += 0 if units % pp == 0 else 2
+        chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
+    if schedule in ("interleaved", "1f1b"):  # which of them, the chunks say
+        schedule = "interleaved" if pp > 1 and (chunks or 1) > 1 else "1f1b"
+    layout = layout_of(
+        **{name: numbers.get(name) for name in ("gpus", "dp", "pp", "tp", "micro_batch", "zero")},
+        batch_size=numbers["global_batch"], schedule=schedule,
+        chunks=chunks if schedule == "interleaved" else None,
+        sequence_parallel=bool(numbers.get("sequence_parallel")),
+        recompute=RECOMPUTE[row.get("recompute", "")], order="pp-dp-tp",
+        precision=row.get("precision") or ("bf16" if "bf16" in machine.tflops else "fp16"),
+    )  # fmt: skip
+    # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
+    attention = "flash" if layout.zero > 1 or model.gated_mlp else machine.attention
+    loss = row.get("loss") or ("fused" if layout.zero > 1 else machine.loss)
+    nodes = machine.with_nodes(numbers.get("gpus_per_node", machine.gpus_per_node))
+    nodes = replace(nodes, attention=attention, loss=loss)
+    if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
+        nodes = replace(nodes, balance="uniform", gathered="again")
+    return model, layout, nodes
+
+
+def predicted(row: Row, machine: Machine) -> PricedStep:
+    """The step of a row."""
+    model, layout, nodes = row_of(row, machine)
+    return PricedStep(model, layout, nodes, legal=False)
+
+
+def summary(rows: Sequence[Row], machine: Machine) -> dict[str, float]:
+    """The errors of a table: of time and memory, mean and worst; the share of pairs of layouts of
+    the same model, GPUs and batch whose order is right; regret, the seconds that the layout
+    predicted to be the fastest takes more than the fastest; the share of rows that fit or not as
+    predicted."""
+    steps = [(row, predicted(row, machine)) for row in rows]
+    errors: dict[str, list[float]] = {"time": [], "memory": []}
+    fits, groups = list[bool](), defaultdict[tuple[object, ...], list[tuple[float, float]]](list)
+    for row, step in steps:
+        if row.get("seconds_per_step"):
+            seconds = float(row["seconds_per_step"])
+            errors["time"].append(abs(step.seconds / seconds - 1))
+            key = (step.model, step.layout.gpus, step.layout.batch_size)
+            groups[key].append((seconds, step.seconds))
+        if row.get("memory_gb"):
+            errors["memory"].append(abs(step.memory_gb / float(row["memory_gb"]) - 1))
+        if row.get("fits"):
+            fits.append(step.fits == (row["fits"] == "1"))
+    sums = {"rows": float(len(rows))}
+    for what, each in errors.items():
+        if each:
+            sums |= {f"{what}_error": fmean(each), f"{what}_worst": max(each)}
+    alike = [group for group in groups.values() if len(group) > 1]
+    pairs = [(a, b) for group in alike for a, b in combinations(group, 2) if a[0] != b[0]]
+    if pairs:
+        regrets = [min(group, key=lambda run: run[1])[0] / min(group)[0] - 1 for group in alike]
+        sums["pairs_in_order"] = fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+        sums |= {"regret": fmean(regrets), "regret_worst": max(regrets)}
+    return sums | ({"fits_right": fmean(fits)} if fits else {})
 
 
 def fitted(begin: Machine, tables: Sequence[Sequence[Row]]) -> Machine:
@@ -79,16 +166,12 @@ class _Run:
     machine: Machine
 
     def __post_init__(self) -> None:
-        step = self._step(self.machine)
+        step = predicted(self.row, self.machine)
         simulated = step.seconds / step.least_seconds
         self.times = simulated / float(self.row["seconds_per_step"])
 
-    def _step(self, machine: Machine) -> PricedStep:
-        model, layout, nodes = row_of(self.row, machine)
-        return PricedStep(model, layout, nodes, legal=False)
-
     def error(self, machine: Machine) -> float:
-        return math.log(self._step(machine).least_seconds * self.times)
+        return math.log(predicted(self.row, machine).least_seconds * self.times)
 
 
 def _errors(runs: Iterable[_Run], machine: Machine) -> Numbers:
@@ -113,7 +196,7 @@ def _left_out(what: str, k: int, row: Row) -> bool:
 
 
 def _said(rows: Sequence[Row], where: Machine) -> str:
-    return ", ".join(f"{k} {v:.3g}" for k, v in summary(compared(rows, where)).items())
+    return ", ".join(f"{k} {v:.3g}" for k, v in summary(rows, where).items())
 
 
 def calibrations(folder: Path) -> None:
@@ -137,12 +220,17 @@ def main() -> None:
         prog="python -m benchmarks.planner", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("folder", nargs="?", type=Path, help="of the tables of the calibration")
-    if folder := parser.parse_args().folder:
-        calibrations(folder)
-        return
-    for name, (where, network) in UNSEEN.items():
-        print(f"{name}: {_said(read_table(RUNS / f'{name}.csv'), machine(where, network))}")
+    parser.add_argument("path", nargs="?", type=Path, help="a table, or the calibration's folder")
+    parser.add_argument("--machine", default="a100-80gb", help="of the table (%(default)s)")
+    parser.add_argument("--network", help="of the table, if it is another than the machine's")
+    args = parser.parse_args()
+    if args.path and args.path.is_dir():
+        calibrations(args.path)
+    elif args.path:
+        print(_said(read_table(args.path), machine(args.machine, args.network)))
+    else:
+        for name, (where, network) in UNSEEN.items():
+            print(f"{name}: {_said(read_table(RUNS / f'{name}.csv'), machine(where, network))}")
 
 
 if __name__ == "__main__":

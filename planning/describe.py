@@ -20,6 +20,7 @@ from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+Figures = dict[str, Any]  # of a machine
 Lines = Mapping[str, tuple[float, ...]]
 NETWORKS: Lines = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
@@ -256,28 +257,31 @@ class Machine:
         )  # fmt: skip
 
 
-def machine(name: str, network: str | None = None, link: str | None = None) -> Machine:
-    """The machine of a YAML file, or of `machines/`, by its name; with another network, a name or
-    GB/s of a node, or other links, a name or GB/s of a GPU. ValueError if there is none."""
-    found = _read(name)
+def machine(
+    name: str, network: str | None = None, link: str | None = None, own: Figures | None = None
+) -> Machine:
+    """The machine of a YAML file, or of `machines/`, by its name, or of its own figures; with
+    another network, a name or GB/s of a node, or other links, a name or GB/s of a GPU. Raises
+    ValueError if there is none."""
+    figures: Figures = {"name": name, **own} if own else _read(name)
     for option, given, lines in (("network", network, NETWORKS), ("link", link, LINKS)):
         if given is not None:
-            figures = lines.get(given, (as_number(given),))
-            if not 0 < figures[0] < math.inf:
+            values = lines.get(given, (as_number(given),))
+            if not 0 < values[0] < math.inf:
                 raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(lines)}")
-            found |= dict(zip((f"{option}_gbs", f"{option}_us"), figures, strict=False))
+            figures |= dict(zip((f"{option}_gbs", f"{option}_us"), values, strict=False))
     if network is not None:
-        found["network_falls"] = 0  # a line rate
+        figures["network_falls"] = 0  # a line rate
     known = get_type_hints(Machine, include_extras=True)
-    for figure in sorted(found.keys() ^ known.keys()):
+    for figure in sorted(figures.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
         if figure not in known:
             raise ValueError(f"{name}: {figure} is no figure of a machine{near}")
         raise ValueError(f"{name}: {figure} missing; `like: a100-80gb` takes it from another")
-    for figure, value in found.items():
+    for figure, value in figures.items():
         if rule := _broken(figure, known[figure], value):
             raise ValueError(f"{name}: {figure} is {value!r}, and must be {rule}")
-    return Machine(**found)
+    return Machine(**figures)
 
 
 def _broken(figure: str, kind: Any, value: Any) -> str:
@@ -296,7 +300,7 @@ def _broken(figure: str, kind: Any, value: Any) -> str:
     return "" if kept else number + (" above 0" if divides else ", 0 or more")
 
 
-def _read(name: str, *before: str) -> dict[str, Any]:
+def _read(name: str, *before: str) -> Figures:
     """The figures of a machine; `before`: the one that is `like` it, and so on."""
     file = Path(name).suffix in (".yaml", ".yml")
     path = Path(name) if file else MACHINES / f"{name.lower()}.yaml"

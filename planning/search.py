@@ -1,4 +1,4 @@
-"""Searches all layouts of a model over GPUs: the fastest that fit, and why others are not chosen.
+"""Searches all layouts of a model over GPUs: the fastest that fit, and why others are slower.
 
 Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its step. Layouts are
 simulated in the order of their bounds, until a bound is above the seconds of the best that were
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 from typing import Any, get_type_hints
 
 from .cost import PricedStep
@@ -24,6 +24,7 @@ KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
 )  # fmt: skip
 SLOW = "zbv"  # of these: its lists take long to make
 RANKS = ("dp", "pp", "tp")
+# By the part of a step that grows most, why a layout is slower; share: this part's of its step.
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
@@ -84,9 +85,9 @@ def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
 
 def search(
     model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: Any
-) -> tuple[list[PricedStep], list[Layout]]:
-    """The fastest layouts that fit, fastest first, and all that may be worth trying on a better
-    machine. Raises ValueError if none fits, with the one that needs least."""
+) -> list[PricedStep]:
+    """The fastest layouts that fit, fastest first. Raises ValueError if none fits, with the one
+    that needs least."""
     Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that no batch helps
     steps = [
         PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
@@ -110,90 +111,23 @@ def search(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
-    return best, [s.layout for s in steps if s.least_seconds < 1.5 * best[0].seconds]
-
-
-def neighbours(best: PricedStep) -> Iterator[tuple[str, PricedStep]]:
-    """Layouts that differ from it in one choice, and the choice."""
-    at, seq = best.layout, best.model.seq
-    may_split = at.tp == 1 or at.sequence_parallel
-    for change in _changes(at):
-        other = replace(at, **change)
-        most = 0 if other.dp == 1 else 1 if other.pp > 1 else 3
-        split = may_split and other.tp > 1 and seq % other.tp == 0
-        other = replace(other, zero=min(other.zero, most), sequence_parallel=split)
-        if other.pp == 1:
-            other = replace(other, schedule="1f1b", chunks=None)
-        if other == at:
-            continue
-        try:
-            found = PricedStep(best.model, other, best.machine)
-        except ValueError:
-            continue  # it cannot run
-        yield " ".join(f"--{k} {v}" for k, v in change.items() if v is not None), found
-
-
-def _changes(at: Layout) -> Iterator[dict[str, Any]]:
-    """Twice as many ranks of one kind for half of another, or another value of an option."""
-    for more, fewer in permutations(("tp", "pp", "dp"), 2):
-        if getattr(at, fewer) % 2 == 0:
-            yield {more: 2 * getattr(at, more), fewer: getattr(at, fewer) // 2}
-    yield {"micro_batch": 2 * at.micro_batch}
-    if at.micro_batch % 2 == 0:
-        yield {"micro_batch": at.micro_batch // 2}
-    yield {"recompute": "always" if at.recompute == "never" else "never"}
-    yield from ({"zero": zero} for zero in range(4 if at.pp == 1 else 2))
-    for name, chunks in KINDS:
-        if name != SLOW and chunks in (None, 2):
-            yield {"schedule": name, "chunks": chunks}
+    return best
 
 
 def why(best: PricedStep, other: PricedStep) -> str:
-    """One clause: what is wrong with the other layout."""
-    if not other.fits:
-        worst = max(other.memory, key=lambda m: m.gib)
-        kind = max(worst._asdict().items(), key=lambda item: item[1])
-        return (
-            f"does not fit: {other.memory_gb:.0f} GiB of {other.usable_gb:.0f}, "
-            f"{kind[1] / 2**30:.0f} of them {kind[0]}"
-        )
-    ratio = other.seconds / best.seconds - 1
-    grown = {k: v - best.parts[k] for k, v in other.parts.items()}
+    """One clause: by how much the other layout is slower, and what takes longer in it."""
+    slower = other.seconds / best.seconds - 1
+    if slower < 0.0005:
+        return f"as fast, with {other.memory_gb - best.memory_gb:+.0f} GiB"
+    if other.layout.recompute != "never" == best.layout.recompute:
+        return f"{slower:.1%} slower: it computes every forward twice"
+    grown = {part: seconds - best.parts[part] for part, seconds in other.parts.items()}
     part = max(grown, key=grown.__getitem__)
     reason = REASONS[part].format(share=f"{other.parts[part] / other.seconds:.0%}")
     tp = other.layout.tp
     if part == "tensor" and group(other.machine, tp, 1).inside < tp:
         reason = f"tp {tp} leaves the node: {reason}"
-    if other.layout.recompute != "never" == best.layout.recompute:
-        reason = "it computes every forward twice"
-    if ratio < -0.0005:
-        return f"{-ratio:.1%} faster, but it is not what was asked for"
-    if ratio < 0.0005:
-        return f"as fast, with {other.memory_gb - best.memory_gb:+.0f} GiB"
-    return f"{ratio:.1%} slower: {reason}"
-
-
-def what_if(best: PricedStep, near: list[Layout]) -> Iterator[str]:
-    """Sentences: what would change the choice. The chosen layout competes, too."""
-    machine, own = best.machine, options(best.layout)
-    for label, change, times in (
-        ("twice the memory", {"memory_gb": 2 * machine.memory_gb}, 1),
-        ("links inside a node of twice the speed", {"link_gbs": 2 * machine.link_gbs}, 1),
-        ("a network of twice the speed", {"network_gbs": 2 * machine.network_gbs}, 1),
-        ("a batch of twice the size", {}, 2),
-    ):
-        other, batch = replace(machine, **change), times * best.layout.batch_size  # type: ignore[arg-type]
-        found = fastest(
-            (PricedStep(best.model, replace(layout, batch_size=batch), other) for layout in near), 1
-        )
-        if not found:
-            yield f"With {label}: none of these layouts fits."
-            continue
-        first = found[0]
-        gain = times * best.seconds / first.seconds - 1
-        chosen = options(first.layout)
-        chosen = "the same layout" if chosen == own else chosen
-        yield f"With {label}: {chosen}, {gain:+.1%} tokens per second."
+    return f"{slower:.1%} slower: {reason}"
 
 
 def options(layout: Layout, names: Iterable[str] = NAMES) -> str:

@@ -48,6 +48,7 @@ from project.figures.epochs import read_json
 from project.figures.gantt import draw_step
 from project.figures.runs import Run, speed_up
 from project.figures.style import LINES, picture, readable
+from project.plan import machine_named
 from project.plot import describe as in_words
 from training.files import OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
@@ -61,7 +62,7 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="the --workdir of a finished run")
-    add("--machine", metavar="FILE_OR_NAME", help="what they ran on, to predict them")
+    add("--machine", metavar="NAME", help="what they ran on, to predict them: as of plan.py")
     add(
         "--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder"
     )
@@ -312,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program."""
     args = parse_report(argv)
     try:
-        machine = describe.machine(args.machine) if args.machine else None
+        machine = machine_named(args.machine) if args.machine else None
     except ValueError as error:
         raise UserError(str(error)) from None
     text = render(reported(args.runs, machine), args.template)

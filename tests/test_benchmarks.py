@@ -1,10 +1,14 @@
 """Every contestant of a benchmark takes one step, in a tiny model. Layers are called through
-`nn.Module`, so mypy does not see when a benchmark and what it measures disagree."""
+`nn.Module`, so mypy does not see when a benchmark and what it measures disagree. And what the
+documentation says of the planner's errors is what benchmarks/planner.py finds."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,11 +18,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import recompute
+from benchmarks import calibrate, planner, recompute
+from planning.cost import blocks_of_stages
+from planning.describe import Layout, machine
+from planning.passes import group
 from tests.ranks import Ranks
 from training.launch.world import World
 from training.tasks.gpt2 import gpt2_config
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = partial(gpt2_config, n_layer=1, n_embd=16, n_head=2)  # instead of a benchmark's own size
 
 
@@ -78,3 +86,67 @@ def test_recomputation(monkeypatch: pytest.MonkeyPatch, rows: Callable[[], Any])
     for name, value in (sizes | {"ROUNDS": 2}).items():
         monkeypatch.setattr(recompute, name, value)
     assert rows()
+
+
+def test_the_errors_on_runs_that_nothing_was_fitted_to_are_those_of_the_documentation() -> None:
+    text = (ROOT / "docs" / "planning_details.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \|[^|]*\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.M)
+    assert [name for name, *_ in rows] == list(planner.UNSEEN)
+    for name, number, mean, worst in rows:
+        table = planner.read_table(planner.RUNS / f"{name}.csv")
+        found = planner.summary(table, machine(*planner.UNSEEN[name]))
+        assert found["rows"] == int(number)
+        assert 100 * found["time_error"] == pytest.approx(float(mean), abs=0.5)
+        assert 100 * found["time_worst"] == pytest.approx(float(worst), abs=0.5)
+
+
+def test_what_a_table_does_not_say_is_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "# a comment\nlayers,hidden,heads,seq,gpus,tp,pp,zero,global_batch,schedule,recompute\n"
+        "24,1024,16,1024,8.0,2,,3,64,,full\n22,2304,24,1024,,,8,,64,interleaved,\n"
+    )
+    (sizes, sharded, fused), (model, staged, nodes) = (
+        planner.row_of(row, machine("a100-80gb")) for row in planner.read_table(path)
+    )
+    assert (sizes.vocab, sizes.ffn, sizes.tied) == (51200, 4096, True)
+    assert sharded == Layout(
+        8, dp=4, tp=2, batch_size=64, zero=3, recompute="always", order="pp-dp-tp"
+    )
+    assert (fused.attention, fused.loss) == ("flash", "fused")
+    # 22 blocks, embedding and head: 24 equal parts.
+    assert (staged.schedule, staged.chunks, staged.gpus) == ("interleaved", 3, 8)
+    assert blocks_of_stages(model, staged, nodes) == [0, *[1] * 22, 0]
+
+
+def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce that is predicted takes as long as one that was measured."""
+    measured = [100e-6 + size * 1024 / 2e9 for size in calibrate.MESSAGES]
+
+    def spawn(_: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+        assert nprocs == args[2] == 2
+        figures = {
+            "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "kernel": 2e-6,
+            "skew": 0.1, "peak": 0.3,
+        }  # fmt: skip
+        sums = zip(calibrate.MESSAGES, measured, strict=True)
+        figures |= {f"{kib} KiB": took for kib, took in sums}
+        Path(args[1]).write_text(json.dumps(figures))
+
+    monkeypatch.setattr(calibrate, "spawn", spawn)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    path = tmp_path / "mine.yaml"
+    monkeypatch.setattr("sys.argv", ["calibrate", str(path)])
+    calibrate.main()
+    mine = machine(str(path))
+    assert mine.per_second("fp32") == pytest.approx(60e9)
+    assert mine.memory_per_second == pytest.approx(10e9)
+    assert (mine.gpus_per_node, mine.reserve_gb, mine.kernel_us, mine.skew) == (2, 0.3, 2.0, 0.1)
+    predicted = [group(mine, 2, 1).reduce(1024 * size) for size in calibrate.MESSAGES]
+    assert predicted == pytest.approx(measured, rel=0.01)
+    # Four ranks on two cores compute and copy in turns, each half as fast.
+    half, ring = mine.shared(4), group(replace(mine, gpus_per_node=4), 4, 1)
+    assert half.per_second("fp32") == mine.per_second("fp32") / 2
+    assert half.kernel_us == 2 * mine.kernel_us
+    assert group(half, 4, 1).reduce(1e6) == pytest.approx(2 * ring.reduce(1e6))
+    assert mine.shared(2) == mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,41 +10,47 @@ import pytest
 
 from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
-from planning.search import command, layouts, neighbours, search, what_if, why
+from planning.search import command, layouts, search, why
 from project.train import parse_train
 
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
 
 
-def test_the_search_finds_what_trying_everything_finds() -> None:
-    best, near = search(MODEL, 8, A100, 64, top=3)
-    everything = [
-        found for layout in layouts(MODEL, 8, 64) if (found := PricedStep(MODEL, layout, A100)).fits
-    ]
-    fastest = sorted(found.seconds for found in everything)[:3]
-    assert [found.seconds for found in best] == pytest.approx(fastest)
-    assert best[0].layout in near
-    reasons = {change: why(best[0], other) for change, other in neighbours(best[0])}
-    assert any("slower: " in reason for reason in reasons.values())
-    assert all("-" not in reason.split(" slower")[0] for reason in reasons.values())
+@pytest.mark.parametrize(("name", "gpus", "batch"), [("gpt2-medium", 8, 64), ("gpt2", 16, 48)])
+def test_the_search_finds_what_trying_everything_finds(name: str, gpus: int, batch: int) -> None:
+    """All five places, and why the others are slower than the first."""
+    model = model_of(name)
+    best = search(model, gpus, A100, batch, top=5)
+    steps = [PricedStep(model, layout, A100) for layout in layouts(model, gpus, batch)]
+    fastest = sorted(step.seconds for step in steps if step.fits)[:5]
+    assert [step.seconds for step in best] == pytest.approx(fastest)
+    for other in best[1:]:
+        slower = other.seconds / best[0].seconds - 1
+        assert why(best[0], other).startswith((f"{slower:.1%} slower: ", "as fast, with "))
+
+
+def test_why_a_layout_is_slower() -> None:
+    best = PricedStep(MODEL, Layout(16, dp=16, micro_batch=4, batch_size=64), A100)
+    for change, reason in (
+        ({"recompute": "always"}, "% slower: it computes every forward twice"),
+        ({"dp": 2, "pp": 8}, r"% slower: \d+% of the step is the filling and draining of its pipe"),
+        ({"zero": 1}, r"^as fast, with -\d+ GiB$"),
+    ):
+        other = PricedStep(MODEL, replace(best.layout, **change), A100)
+        assert re.search(reason, why(best, other))
+    big = model_of("gpt3-175b")
+    inside, outside = (
+        PricedStep(big, Layout(32, pp=32 // tp, tp=tp, micro_batch=4, batch_size=128), A100)
+        for tp in (8, 16)
+    )
+    assert re.search(r"slower: tp 16 leaves the node: \d+% of the step waits", why(inside, outside))
 
 
 def test_positions_are_whole_where_that_is_asked_for() -> None:
-    """Also of a cut model, and with one choice changed."""
+    """Also of a cut model."""
     cut = [layout.tp for layout in layouts(MODEL, 8, 64)]
     assert [x.tp for x in layouts(MODEL, 8, 64, sequence_parallel=False)] == cut
-    best = PricedStep(MODEL, Layout(8, dp=4, tp=2, batch_size=64), A100)
-    near = [step.layout for _, step in neighbours(best)]
-    assert max(x.tp for x in near) == 4 and not any(x.sequence_parallel for x in near)
-
-
-def test_a_better_machine_is_never_slower() -> None:
-    """The chosen layout competes there, too; the closed form ranks four others before it here."""
-    best, near = search(model_of("gpt2"), 8, machine("h100"), 8)
-    gains = [float(text.split(", ")[-1].split("%")[0]) for text in what_if(best[0], near)]
-    assert len(gains) == 4
-    assert min(gains) >= 0
 
 
 def test_nothing_fits_is_said() -> None:

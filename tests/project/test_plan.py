@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from planning.table import summary
+from planning.describe import MACHINES
+from project import plot
 from project.plan import main
 from tests.project.conftest import Refusal
 
@@ -18,8 +19,6 @@ from tests.project.conftest import Refusal
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("calibrate --output /no/such/m.yaml", "it must name a file in an existing folder"),
-        ("calibrate --output /", "it must name a file in an existing folder"),
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
@@ -29,12 +28,11 @@ from tests.project.conftest import Refusal
         ("predict --model gpt2 --n_embd 100 --batch_size 8", "--n_embd 108 works"),
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
         ("predict --model gpt2 --batch_size 11 --dp 11", "gpus 11: nodes of 8 cannot share them"),
-        ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
+        ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", ", one for each of the ranks"),
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --timeline", "what --json prints; --json works"),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
-        ("check no.csv --machine h100", "no.csv: No such file"),
         ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
     ],
@@ -103,44 +101,34 @@ def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> No
         assert message in refusal(run, f"predict {XL} --dp 16 --machine {own}")
 
 
-def test_a_table_is_compared_row_by_row(
-    run: Run, refusal: Refusal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "runs.csv"
-    check = f"check {path} --machine a100-80gb"
-    head = "model,global_batch,gpus,dp,tp,precision,schedule,seconds_per_step,fits\n"
-    one = "gpt2-medium,64,8,8,1,fp16,1f1b,0.5,1\n"
-    path.write_text(f"# a comment\n{head}{one}gpt2-medium,64,8,1,8,fp16,1f1b,9,0\n", "utf-8")
-    rows = run(check)
-    assert [row["seconds_per_step"] for row in rows] == [0.5, 9]
-    assert [row["fits"] for row in rows] == [True, False]
-    assert [row["predicted_fits"] for row in rows] == [True, True]
-    errors = summary(rows)
-    assert (errors["rows"], errors["pairs_in_order"], errors["regret"]) == (2, 1, 0)
-    assert errors["fits_right"] == 0.5
-    zb2p = one.replace("1f1b", "zb-2p")
-    path.write_text((head + one + 7 * zb2p).replace(",", ";"), "utf-8")
-    mixed = run(check)
-    assert [row["predicted_seconds"] is None for row in mixed] == [False, *7 * [True]]
-    assert (mixed[1]["seconds_per_step"], summary(mixed)["rows"]) == (0.5, 1)
-    main(check.split())
-    said = capsys.readouterr().out
-    assert re.search("\n7 not predicted.*row 6: [^\n]*'zb-2p'[^\n]*\n\n", said, re.S)
-    for text, message in (
-        ("layers,hidden,seq,global_batch\n1,1,1,1\n", "the column heads is missing"),
-        (head + one.replace("0.5", "fast"), "row 1: seconds_per_step is 'fast', and must be"),
-    ):
-        path.write_text(text, "utf-8")
-        assert message in refusal(run, check)
+def test_this_computer_is_a_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cores are its GPUs, and what they reach is measured, not read from a file."""
+    own = yaml.safe_load((MACHINES / "a100-80gb.yaml").read_text()) | {"gpus_per_node": 2}
+    monkeypatch.setattr("benchmarks.calibrate.calibrate", lambda: own | {"memory_gb": 5})
+    found = run("search --model gpt2-mini --batch_size 8 --machine this")
+    assert found["best"][0]["memory_limit_gb"] == 5
+    assert {step["layout"]["gpus"] for step in found["best"]} == {2}
+    found = run("predict --model gpt2-mini --batch_size 8 --machine this --network ethernet-10")
+    assert found["memory_limit_gb"] == 5
 
 
-def test_a_user_reads_no_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Thirds of a second leave rounding in sums. A table without times says so."""
+def test_ranks_are_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of a V each has two stages, and what it holds is counted in micro-batches of the whole rank,
+    as plot.py does."""
+    for option in ("--stages", "--num_devices"):
+        main(f"simulate {option} 4 --num_microbatches 8 --schedule zbv".split())
+        said = capsys.readouterr().out
+        assert "zbv, 4 ranks, 8 micro-batches" in said
+        assert "held at most        4, 4, 4, 4   per rank, in micro-batches" in said
+    line = f"schedule --schedule zbv --stages 4 --n_chunk 8 -o {tmp_path / 's.svg'}"
+    plot.draw_figure(plot.parse_plot(line.split()))
+    assert "a rank holds, at most: 4, 4, 4, 4" in (tmp_path / "s.svg").read_text()
+
+
+def test_a_user_reads_no_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirds of a second leave rounding in sums."""
     words = "simulate --stages 2 --num_microbatches 4 --schedule interleaved --chunks 3"
     main(words.split())
     said = capsys.readouterr().out
     assert "2.333, 1.667 " in said
     assert "fill                  1\n\n" in said
-    (tmp_path / "runs.csv").write_text("model,global_batch,seconds\ngpt2,8,1\n", "utf-8")
-    main(["check", str(tmp_path / "runs.csv"), "--machine", "h100"])
-    assert "No row has a time to compare: seconds_per_step" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """Measures this computer as a machine whose GPUs are its cores: a rank for each.
 
+    python -m benchmarks.calibrate machine.yaml       plan.py --machine takes the file, or `this`
+
 All cores measure the same at once, since ranks share their memory and their clock:
 
     matrix products     of a block, forward and backward: FLOP/s
@@ -18,6 +20,7 @@ machine.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -32,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
@@ -153,7 +157,7 @@ def calibrate() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     hop = max(float(latency), 1e-6) / (2 * (ranks - 1))
     return {
-        "source": "measured by plan.py calibrate", "gpus_per_node": cores,
+        "source": "measured by benchmarks.calibrate", "gpus_per_node": cores,
         "memory_gb": round(memory / cores, 2), "tflops": {"fp32": round(found["best"] / 1e12, 4)},
         "memory_gbs": round(found["added"] / 1e9, 2),
         "link_gbs": round(float(1 / slope / 1e9), 2) if slope > 0 else 10.0,
@@ -166,3 +170,15 @@ def calibrate() -> dict[str, Any]:
         "reserve_gb": round(found["peak"], 3), "backward": "early",
         "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibrate", description=__doc__)
+    parser.add_argument("file", type=argparse.FileType("w", encoding="utf-8"))
+    with parser.parse_args().file as file:
+        yaml.safe_dump(calibrate(), file, sort_keys=False)
+
+
+if __name__ == "__main__":
+    main()
