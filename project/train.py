@@ -86,8 +86,8 @@ from training.tasks.any_text import AnyTexts, load_texts
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
-from training.tasks.pretrained import PretrainedLanguage, PretrainedTranslation
-from training.tasks.sequences import FILES, SequenceTask
+from training.tasks.pretrained import Pretrained
+from training.tasks.sequences import FILES
 from training.tasks.task import TrainingTask
 from training.tasks.texts import SPLITS
 from training.tasks.translation import TranslationTask
@@ -154,12 +154,11 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
         rules.require(args, train_rules.of_pictures(args, fewest))
         return PictureTask(args, world, pictures)
     texts = read_texts(args)
-    kind: type[SequenceTask]
-    if args.model in PRESETS:
-        kind = LanguageTask if texts.plain else TranslationTask
-    else:
-        kind = PretrainedLanguage if texts.plain else PretrainedTranslation
-    return kind(args, world, texts, resume.files(FILES) if world.is_main else None)
+    kind = LanguageTask if texts.plain else TranslationTask
+    files = resume.files(FILES) if world.is_main else None
+    preset = args.model in PRESETS
+    pretrained = None if preset else Pretrained(args.model, args.dropout, args.seed)
+    return kind(args, world, texts, files, pretrained)
 
 
 def work(rank: Rank) -> None:

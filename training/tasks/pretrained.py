@@ -1,5 +1,4 @@
-"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub, and
-the tasks that begin with them.
+"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
 
 Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
 model. This project's special tokens get new rows of the embedding, which depend on the seed and the
@@ -8,9 +7,8 @@ name alone. Weights are converted to the run's type, at least float32.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
-from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +20,9 @@ from torch import Tensor
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, check_computed, generator_for
-from .language import LanguageTask
-from .sequences import SequenceTask
-from .stored import hash_of
-from .translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import GPT2Config
+    from transformers import GPT2Config, PreTrainedTokenizerBase
 
 PREFIX = "transformer."  # of parameter names; the published GPT-2 omits it
 
@@ -82,36 +76,52 @@ def first_sentence(error: BaseException) -> str:
     return f"{type(error).__name__} {first[:160]}"
 
 
-def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
-    """The configuration of pretrained weights, with embedding rows for `num_tokens` and this
-    project's choices about GPT-2, see gpt2.py."""
-    from transformers import AutoConfig
+class Pretrained:
+    """What a task that begins with pretrained weights takes from `name`, which has passed
+    `check_pretrained`: tokenizer, configuration, initial values."""
 
-    config = AutoConfig.from_pretrained(
-        name, use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout
-    )
-    if config.activation_function == "gelu_new":
-        config.activation_function = "gelu_pytorch_tanh"  # the same function, see gpt2.py
-    config.vocab_size = max(config.vocab_size, num_tokens)
-    return config
+    def __init__(self, name: str, dropout: float, seed: int) -> None:
+        self.name, self.dropout, self.seed, self.stored = name, dropout, seed, _stored(name)
 
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Theirs, without this project's special tokens."""
+        from transformers import AutoTokenizer
 
-def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None]:
-    """Returns a function that fills a parameter with the weights of `name`, which has passed
-    `check_pretrained`."""
-    stored = _stored(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.name)
+        return tokenizer
+
+    def config(self, num_tokens: int) -> GPT2Config:
+        """Theirs, with embedding rows for `num_tokens` and our dropout."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.name, use_cache=False)
+        config.update({f"{place}_pdrop": self.dropout for place in ("resid", "embd", "attn")})
+        config.vocab_size = max(config.vocab_size, num_tokens)
+        config.name_or_path = ""  # each host has its own
+        if config.activation_function == "gelu_new":
+            config.activation_function = "gelu_pytorch_tanh"  # the same function, see gpt2.py
+        return config
 
     @torch.no_grad()
-    def read(parameter: str, p: Tensor) -> None:
-        path, key, _ = stored[parameter.removeprefix(PREFIX)]
+    def initialize(self, parameter: str, p: Tensor) -> None:
+        """Fills a parameter by its name."""
+        path, key, _ = self.stored[parameter.removeprefix(PREFIX)]
         with safe_open(path, framework="pt") as file:
             values = file.get_tensor(key)
         p[: len(values)] = values  # converted to p's type
         if rows := len(p) - len(values):  # of the embedding, for new tokens
-            generator = generator_for(seed, parameter)
+            generator = generator_for(self.seed, parameter)
             p[-rows:] = torch.empty(rows, *p.shape[1:]).normal_(0, 0.02, generator=generator)
 
-    return read
+    def content(self) -> str:
+        """A hash of the files of weights, which each host has for itself: their content, wherever
+        they are."""
+        digest = hashlib.sha256()
+        for path in sorted({path for path, *_ in self.stored.values()}):
+            with path.open("rb") as file:
+                while part := file.read(1 << 20):
+                    digest.update(part)
+        return digest.hexdigest()
 
 
 def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
@@ -132,37 +142,3 @@ def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
             "neither): save_pretrained of transformers writes them"
         )
     return found
-
-
-class _FromPretrained(SequenceTask):
-    """`args.model` names pretrained weights, which have passed `check_pretrained`."""
-
-    def write_tokenizer(self) -> None:
-        """Theirs, with this project's special tokens."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.args.model)
-        tokenizer.add_special_tokens(self.special_tokens())
-        tokenizer.save_pretrained(self.args.workdir)
-
-    def config_and_weights(
-        self, num_tokens: int
-    ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
-        """See `SequenceTask`."""
-        config = pretrained_config(self.args.model, num_tokens, self.args.dropout)
-        return config, pretrained_initializer(self.args.model, self.args.seed)
-
-    def model_content(self) -> bytes:
-        """The configuration, and a hash of each file of weights."""
-        settings = {k: v for k, v in self.config.to_dict().items() if k != "_name_or_path"}
-        files = sorted({path for path, *_ in _stored(self.args.model).values()})
-        content = [settings, *map(hash_of, files)]
-        return json.dumps(content, sort_keys=True, default=str).encode()
-
-
-class PretrainedTranslation(_FromPretrained, TranslationTask):
-    """Translation that begins with pretrained weights."""
-
-
-class PretrainedLanguage(_FromPretrained, LanguageTask):
-    """Plain text, likewise."""

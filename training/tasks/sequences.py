@@ -70,20 +70,24 @@ class SequenceTask(TrainingTask, ABC):
     """See `training.tasks.task.TrainingTask`.
 
     Args:
-        args: the options of the run; `args.model` is a preset. (Pretrained weights: pretrained.py.)
+        args: the options of the run.
         files: on rank 0, those of a checkpoint to resume; by default they are made.
+        pretrained: the weights that the model begins with, a `pretrained.Pretrained`; None: it is a
+            preset.
     """
 
     units: Sequence[str] = ("positions/s", "real tokens/s")
     cpu_positions = CPU_POSITIONS
 
     def __init__(
-        self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None
-    ) -> None:
+        self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None,
+        pretrained: Any = None,
+    ) -> None:  # fmt: skip
         # Takes seconds, so all ranks do it at the same time, before one waits for another.
         from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
 
         self.args, self.texts, self.device = args, texts, world.device
+        self.pretrained = pretrained
         self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
@@ -277,6 +281,11 @@ class SequenceTask(TrainingTask, ABC):
     def write_tokenizer(self) -> None:
         """Writes the tokenizer to the workdir, on rank 0."""
         args = self.args
+        if self.pretrained:
+            tokenizer = self.pretrained.tokenizer()
+            tokenizer.add_special_tokens(self.special_tokens())
+            tokenizer.save_pretrained(args.workdir)
+            return
         folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.part")
@@ -289,6 +298,8 @@ class SequenceTask(TrainingTask, ABC):
     ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
         """The configuration, and a function that fills a parameter by its name."""
         args = self.args
+        if self.pretrained:
+            return self.pretrained.config(num_tokens), self.pretrained.initialize
         config = gpt2_config(
             args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
             dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
@@ -296,8 +307,9 @@ class SequenceTask(TrainingTask, ABC):
         return config, initializer(config, args.seed)
 
     def model_content(self) -> bytes:
-        """See `TrainingTask`."""
-        return self.config.to_json_string().encode()
+        """The configuration, and a hash of pretrained weights."""
+        weights = self.pretrained.content() if self.pretrained else ""
+        return (self.config.to_json_string() + weights).encode()
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""

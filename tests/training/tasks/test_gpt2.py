@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.plain_gpt2 import build_model
 from training.seeds import stream
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets, round_vocab
-from training.tasks.pretrained import check_pretrained, pretrained_config, pretrained_initializer
+from training.tasks.pretrained import Pretrained, check_pretrained
+from training.tasks.sequences import SequenceTask
 from training.tasks.tokens import get_tokenizer
 
 
@@ -114,13 +116,13 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
     check_pretrained(str(tmp_path), 16)
-    config = pretrained_config(str(tmp_path), 330, 0.25)
+    config = Pretrained(str(tmp_path), 0.25, seed=0).config(num_tokens=330)
     assert (config.vocab_size, config.resid_pdrop) == (330, 0.25)
     for name, p in model.named_parameters():
         rows = (330, 32) if "wte" in name else p.shape
         filled = [torch.empty(rows) for _ in range(3)]  # in fp32: small steps would be lost in less
         for t, seed in zip(filled, (5, 5, 6), strict=True):
-            pretrained_initializer(str(tmp_path), seed)(name, t)
+            Pretrained(str(tmp_path), 0.0, seed).initialize(name, t)
         assert torch.equal(filled[0][: len(p)], p.float()), name
         assert torch.equal(filled[0], filled[1])
         assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
@@ -143,8 +145,21 @@ def test_what_a_configuration_says_is_computed(fields: dict[str, Any], tmp_path:
     saved.save_pretrained(tmp_path)
     get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
     check_pretrained(str(tmp_path), 16)
-    model = GPT2LMHeadModel(pretrained_config(str(tmp_path), 320, 0.0)).double().eval()
+    pretrained = Pretrained(str(tmp_path), dropout=0.0, seed=0)
+    model = GPT2LMHeadModel(pretrained.config(num_tokens=320)).double().eval()
     for name, p in model.named_parameters():
-        pretrained_initializer(str(tmp_path), 0)(name, p.data)
+        pretrained.initialize(name, p.data)
     logits = nn.Sequential(*gpt2_layers(model))(Sequences(IDS))
     torch.testing.assert_close(logits, saved(input_ids=IDS).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_hosts_with_other_weights_differ(tmp_path: Path) -> None:
+    """Though their files have the same names. Where they are says nothing."""
+
+    def content(host: str, seed: int) -> bytes:
+        tiny(seed).save_pretrained(tmp_path / host, max_shard_size="40KB")
+        pretrained = Pretrained(str(tmp_path / host), dropout=0.1, seed=0)
+        task: Any = SimpleNamespace(config=pretrained.config(320), pretrained=pretrained)
+        return SequenceTask.model_content(task)
+
+    assert content("a", seed=3) == content("b", seed=3) != content("c", seed=4)
