@@ -15,7 +15,6 @@ ranks that hold a rectangle one writes it; a rectangle is filled from all stored
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
         .metadata                       which rectangle of which tensor is where
         state.json, tokenizer.json      position, options; other small files
-        manifest.json                   the size of each, by rank 0
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
 not share it: ranks that do not see rank 0's send it the files that they wrote; to load, rank 0 then
@@ -37,7 +36,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +54,8 @@ from .layouts.layout import Held, LaidOutModel
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
 
-FORMAT = "parallel-gpt2 checkpoint 4"
-MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = "parallel-gpt2 checkpoint 5"
+STATE, METADATA = "state.json", ".metadata"
 
 # A single process needs no reminder that torch.distributed is not initialized.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -219,9 +218,11 @@ class Saver:
         name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
         if self.world.is_main:
             with self._writes(name):
-                aside_of(self.folder / name).mkdir(parents=True)
+                _aside_of(self.folder / name).mkdir(parents=True)
         name = self.world.from_main(name)  # as rank 0 has named it
-        texts = {STATE: json_text(state, indent=1).encode(), **files}
+        sizes = {file: len(content) for file, content in files.items()}
+        full_state = {"format": FORMAT, "bytes": sizes, **state}
+        texts = {STATE: json_text(full_state, indent=1).encode(), **files}
         if not self.background:
             self._write(name, held, texts)
             return name
@@ -236,15 +237,14 @@ class Saver:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        aside, tensors = aside_of(self.folder / name), by_name(held)
+        aside, tensors = _aside_of(self.folder / name), by_name(held)
         sent: dict[str, bytes] = {}
         try:
             with self._writes(name), _unwrapped():
-                if aside.exists():  # rank 0 has made it
-                    save(tensors, storage_writer=FileSystemWriter(aside), **self._all_ranks)
-                else:  # this host has other folders
-                    with TemporaryDirectory() as own:
-                        save(tensors, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                # Rank 0 has made the folder; a host that does not see it has another disk.
+                with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
+                    save(tensors, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                    if own != aside:
                         sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
                 received = self.world.gather(sent)
                 if self.world.is_main:
@@ -257,13 +257,10 @@ class Saver:
 
     def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:
         """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
-        aside = aside_of(self.folder / name)
+        aside = _aside_of(self.folder / name)
         for files in more:
             for file, content in files.items():
                 (aside / file).write_bytes(content)
-        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-        manifest = json_text({"format": FORMAT, "bytes": sizes}, indent=1)
-        (aside / MANIFEST).write_text(manifest, encoding="utf-8")
         for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
             _sync(path)
         aside.rename(self.folder / name)  # atomic
@@ -283,11 +280,13 @@ class Saver:
         Raises:
             CheckpointError: a tensor is missing or has another shape, or a file cannot be read.
         """
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         wanted, stored = by_name(held), checkpoint.tensors
         folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
-        reader = _reader(folder, checkpoint.metadata)
+        reader = FileSystemReader(folder)
+        reader.read_metadata = lambda *_, **__: checkpoint.metadata  # type: ignore[method-assign]
         # Do all ranks see rank 0's folder?
         shared = len(set(self.world.gather(_identity(folder)))) == 1
         with _loading(checkpoint.folder), _unwrapped():
@@ -351,7 +350,7 @@ def _loading(folder: Path) -> Iterator[None]:
 def _identity(folder: Path) -> tuple[int, ...]:
     """Of this host's file: ranks that see the same one share a folder. () if there is none."""
     with suppress(OSError):
-        found = (folder / MANIFEST).stat()
+        found = (folder / METADATA).stat()
         return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
     return ()
 
@@ -411,19 +410,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: with what is wrong with it.
     """
+    file = STATE
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
-        for file, size in manifest["bytes"].items():
-            if (there := (folder / file).stat().st_size) != size:
-                raise ValueError(f"{file} has {there:,} of {size:,} bytes")
-        with (folder / ".metadata").open("rb") as stream:
+        state = json.loads((folder / file).read_bytes())
+        if state.get("format", FORMAT) != FORMAT:  # the version before wrote it elsewhere
+            raise ValueError(f"its format is {state['format']!r}, not {FORMAT!r}")
+        file = METADATA
+        with (folder / file).open("rb") as stream:
             metadata = _Metadata(stream).load()
-        state = json.loads((folder / STATE).read_bytes())
+        sizes: dict[str, int] = dict(state.get("bytes", {}))
+        for entry in metadata.storage_data.values():  # a file ends with its last entry
+            end = entry.offset + entry.length
+            sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
+        for file, size in sizes.items():
+            if (there := (folder / file).stat().st_size) != size:
+                raise ValueError(f"it has {there:,} of {size:,} bytes")
         return Checkpoint(folder, state, metadata)
     except Exception as error:  # a damaged pickle raises many kinds
-        raise CheckpointError(f"{folder}: it is damaged ({error})") from None
+        raise CheckpointError(f"{folder}: {file} is damaged ({error})") from None
 
 
 # `.metadata` is a pickle, which can run code: it is read with these classes alone. The entries of a
@@ -447,18 +451,7 @@ class _Metadata(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _reader(folder: Path, metadata: Any) -> Any:
-    """The library's reader, given what it would unpickle."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return metadata
-
-    return Reader(folder)
-
-
-def aside_of(folder: Path) -> Path:
+def _aside_of(folder: Path) -> Path:
     """The temporary name of a folder that must appear whole."""
     return folder.with_name(f".{folder.name}.part")
 

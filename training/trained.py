@@ -18,7 +18,7 @@ import torch
 
 from runtime.float64 import device_of_float64
 from runtime.meta import materialize, names_of
-from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint
+from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint
 from training.files import CHECKPOINTS, OPTIONS, writing
 from training.weights import weights_of
 
@@ -42,7 +42,7 @@ def load_trained(
     """
     folder = Path(name)
     checkpoints = folder if names(folder) else folder / CHECKPOINTS
-    if (folder / MANIFEST).is_file():
+    if (folder / METADATA).is_file():
         model, tokenizer = _of_checkpoint(open_checkpoint(folder))
     elif checkpoints.is_dir() or (folder / OPTIONS).is_file():
         checkpoint, refused = newest(checkpoints)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import pickle
 import re
@@ -44,7 +43,7 @@ from training.layouts.tensor import rectangles_of
 from training.resume import Resume
 
 SHARD = "__0_0.distcp"
-WRITTEN = [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
+WRITTEN = [".metadata", SHARD, "note.txt", "state.json"]
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -103,15 +102,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     files = contents(folder)
     assert list(files) == WRITTEN
     for file, good in files.items():
-        older = good.replace(b"parallel-gpt2 checkpoint 4", b"parallel-gpt2 checkpoint 3")
+        older = good.replace(b"parallel-gpt2 checkpoint 5", b"parallel-gpt2 checkpoint 6")
         for bad in (good[: len(good) // 2], b"[]" + good, None, older if older != good else b""):
             (folder / file).unlink() if bad is None else (folder / file).write_bytes(bad)
             found, (why,) = newest(tmp_path)
             assert value_of(found) == 1
-            assert why.startswith(f"{folder}: it is damaged (")
-            assert file in why or file == "manifest.json"
+            assert why.startswith(f"{folder}: {file} is damaged (")
         (folder / file).write_bytes(good)
     assert value_of(newest(tmp_path)[0]) == 2
+
+
+def test_a_checkpoint_of_the_version_before_is_loaded(tmp_path: Path) -> None:
+    """Its format and sizes were in a file of their own."""
+    folder = tmp_path / save(tmp_path, 3)
+    (folder / "state.json").write_text('{"step": 3}')
+    (folder / "manifest.json").write_text('{"format": "parallel-gpt2 checkpoint 4", "bytes": {}}')
+    assert value_of(newest(tmp_path)[0]) == 3
 
 
 def crash(work: Callable[[], object], folder: Path, at: int) -> bool:
@@ -158,12 +164,12 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
     for hostile, said in (
         (pickle.dumps(Touch(touched)), asks),
         (pickle.dumps({"state_dict_metadata": Touch(touched)}), asks),
-        (b"ctorch.of_another_version\nSize\n.", r"it is damaged \(No module named 'torch.of_ano"),
+        (
+            b"ctorch.of_another_version\nSize\n.",
+            r"\.metadata is damaged \(No module named 'torch.of_ano",
+        ),
     ):
         (folder / ".metadata").write_bytes(hostile)
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        manifest["bytes"][".metadata"] = (folder / ".metadata").stat().st_size
-        (folder / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(folder)
     assert not touched.exists()
@@ -231,7 +237,7 @@ def test_files_are_on_the_disk_before_the_name_is(
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr(Path, "rename", renamed)
     name = save(tmp_path, 1)
-    assert done[-8:] == [*WRITTEN, f".{name}.part", f"-> {name}", tmp_path.name]
+    assert done[-7:] == [*WRITTEN, f".{name}.part", f"-> {name}", tmp_path.name]
 
 
 def full_at(at: int, patch: pytest.MonkeyPatch, error: Exception = FULL) -> None:
@@ -243,7 +249,7 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(tmp_path: Path) -> Non
     save(tmp_path, 2)
     before = contents(tmp_path)
     full = RuntimeError("[enforce fail] . unexpected pos 704 vs 598")
-    errors = [(at, FULL, FULL.strerror) for at in range(1, 9)]
+    errors = [(at, FULL, FULL.strerror) for at in range(1, 8)]
     for at, cause, why in (*errors, (1, full, "its disk is full")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as error:
             full_at(at, patch, cause)
@@ -332,9 +338,9 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
     saver, wrong = saver_of(rank, world_size, folder, common=False), []
     for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
         saved = saver.save("a", write(rank, world_size), {}, {})
-        if rank:  # this host has a copy of the manifest, but not of all files
+        if rank:  # this host has a copy of one file, but not of all files
             (saver.folder / saved).mkdir(parents=True)
-            shutil.copy2(folder / "host0" / saved / "manifest.json", saver.folder / saved)
+            shutil.copy2(folder / "host0" / saved / ".metadata", saver.folder / saved)
         expected = read(rank, world_size)
         found = [replace(x, tensor=torch.zeros_like(x.tensor)) for x in expected]
         saver.load(of_main(saver, saved), found)
