@@ -285,7 +285,7 @@ class _AllLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.part_of(dy, 1), None
+        return ctx.ranks.shard_of(dy, 1), None
 
 
 def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator) -> Tensor:

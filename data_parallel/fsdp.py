@@ -46,10 +46,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from data_parallel.exchange import Exchange, SharedExchange, Wait
+from runtime.communicator import Communicator
 from runtime.guards import Guard, refuse_gradient
 from runtime.meta import Initialize, names_of
 from runtime.recorder import Recorder, acting
+from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
 from .flat import FlatPiece, make_units
@@ -85,7 +86,8 @@ class FullyShardedDataParallel:
         group: the ranks; by default all.
         recorder: is told of F, B, R (recompute), all_gather and reduce_scatter of each layer; and,
             without a layer, of all_reduce (of the numbers of micro-batches), reduce_scatter (the
-            rest after backward), optimizer, and barrier (shared memory, around an update).
+            rest after backward), optimizer, and barrier (of ranks that read each other's memory,
+            around an update).
         recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
             them anyway: all but the last and embeddings.
         kind: of a name; parameters of different kinds go into different units.
@@ -127,19 +129,19 @@ class FullyShardedDataParallel:
         planned, parameters, places = make_units(layers, names, world_size, compute_dtype, kind)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
-        shared = None
-        if self.device.type == "cpu":
-            shared = SharedExchange.open(planned, group)  # None on all ranks, or on none
-        self.exchange = shared or Exchange(self.device, group)
-        self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
+        # Room for all parameters; and for the gradients of two layers at a time, in blocks rounded
+        # up to a power of two.
+        room = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in planned)
+        self.buffers = Communicator(group or dist.group.WORLD, recorder).lend(room, self.device)
+        self.units = [ShardedUnit(unit, self.buffers, zero) for unit in planned]
         for u, whole in zip(self.units, parameters, strict=True):
             u.fill(whole, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     name = names.get(buffer, key)
-                    module._buffers[key] = first_value(buffer, name, self.exchange, init)
-        self.parameters_changed()  # shared memory: nobody reads before all have filled theirs
+                    module._buffers[key] = first_value(buffer, name, self.buffers, init)
+        self.parameters_changed()  # nobody reads before all have filled theirs
         self.layers = [
             GatheredLayer(k, layer, places[k], self.units, recompute, self.device)
             for k, layer in enumerate(layers)
@@ -276,13 +278,13 @@ class FullyShardedDataParallel:
         backwards. Without a backward since the last step it changes nothing.
         """
         self.finish_gradients()
-        self._barrier()  # nobody reads my shards any more
+        self.buffers.barrier()  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
         for u in self._trained:
             u.shard.grad = None
             u.publish()
-        self._barrier(self._microbatch)  # nobody gathers old values
+        self.buffers.compare(self._microbatch)  # nobody gathers old values
         self._microbatch = 0
 
     # What this rank holds
@@ -315,7 +317,7 @@ class FullyShardedDataParallel:
         there must be a barrier: other ranks may still be reading."""
         for u in self.units:
             u.publish()
-        self._barrier()
+        self.buffers.barrier()
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds now, without activations and lent memory."""
@@ -336,7 +338,7 @@ class FullyShardedDataParallel:
             with self._record("all_gather", layer):
                 for u in units:
                     u.finish_gather()
-        if self.exchange.prefetch:
+        if self.buffers.overlaps:
             for u in following:
                 u.start_gather()  # in transit while this layer computes
 
@@ -361,17 +363,8 @@ class FullyShardedDataParallel:
             return
         if self._reducing is not None:
             self._reducing()  # one at a time, since the next one uses its memory
-        reductions = [u.reduction(found.get(u.unit.index)) for u in units]
-        self._reducing = self.exchange.start_reduce(reductions)
-
-    def _barrier(self, backwards: int | None = None) -> None:
-        """Waits for all ranks, if they read each other's memory. After an update, by so many
-        backwards, they also compare their number."""
-        if isinstance(self.exchange, SharedExchange):
-            with self._record("barrier", -1):
-                self.exchange.compare(backwards or 0)
-        elif backwards is not None:
-            self.exchange.compare(backwards)
+        sums = [u.reduction(found.get(u.unit.index)) for u in units]
+        self._reducing = self.buffers.start_sums(sums)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x

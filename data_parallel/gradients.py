@@ -1,25 +1,39 @@
-"""Averages gradients over the ranks.
+"""A whole model on every rank, whose gradients are averaged over the ranks.
 
-Problem: after backward every rank has the gradient of its own examples; before the optimizer step
-all need the mean. Three ways, simplest first:
+Problem: W copies of a model must stay equal, though each sees other examples. After backward every
+rank has the gradient of its own examples; before the optimizer step all need the mean.
+
+Idea: rank 0's weights are sent to all once. After that only gradients travel. Their mean has the
+same bits on every rank, and so has the optimizer's update. Three ways, simplest first:
 
     per_parameter   average_gradients: an all-reduce for each parameter, after backward
     flat            average_gradients_flat: one all-reduce of everything, after backward
     overlap         GradientBuckets: a few, each started as soon as its last gradient is ready
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
-grouped, in that order, into flat buckets; p.grad is a view into its bucket. A full bucket is
-all-reduced asynchronously while backward continues with earlier layers.
+grouped, in that order, into flat buckets; p.grad is a view into its bucket. A full bucket is sent
+while backward continues with earlier layers.
 
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
-CPU ranks of one machine keep the buckets in shared memory and average them there. They announce
-that a bucket is full, and at the end that all have been averaged.
+`DistributedDataParallel` is a module with buckets around it:
 
-Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank, for any
-grouping; fewer buckets pay the latency less often, more buckets overlap better. Memory: the buckets
-are the gradients; with `comm_dtype` a bucket in transit has a copy in that type.
+    model = DistributedDataParallel(net)          # broadcast_params
+    loss = loss_fn(model(mine)) * W / whole       # a sum over this rank's part of `whole` examples
+    loss.backward()                               # buckets leave as they fill
+    model.average_gradients()                     # p.grad is the mean over the ranks
+    optimizer.step()
+
+CPU ranks of one machine read each other's buckets (runtime/buffers.py), and nothing travels: a full
+bucket is announced while backward runs, and all are averaged in finish(). To average what has
+arrived between the layers of backward was no faster, since it takes the core that computes.
+
+Cost: one broadcast of the parameters. A ring all-reduce of G bytes over W ranks sends
+2 * G * (W-1)/W bytes from each rank, for any grouping; fewer buckets pay the latency less often,
+more buckets overlap better. Memory: every rank holds all parameters, gradients and optimizer state
+(fsdp.py is for models too large for that); the buckets are the gradients; with `comm_dtype` a
+bucket in transit has a copy in that type.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -30,19 +44,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.communicator import Communicator
 from runtime.recorder import Recorder, acting
-from runtime.shared_memory import SharedBuffers, aligned
+from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-AVERAGED = -1  # what a rank announces at the end; a full bucket is announced by its number
+BROADCAST_BYTES = 25 << 20  # at a time
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -70,8 +85,8 @@ def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return []
-    here = control_device(group, parameters[0].device)
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=here)
+    device = control_device(group, parameters[0].device)
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=device)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     for p, somewhere in zip(parameters, has.tolist(), strict=True):
         _make_dense(p)
@@ -99,8 +114,7 @@ class _Bucket:
         self.waiting = len(parameters)  # gradients that this backward has yet to produce
         self.arrived = 0  # of backwards that send nothing
         self.complete = True  # every parameter has a gradient on this rank
-        self.wait: Callable[[], object] | None = None  # until it has come from all ranks
-        self.sent = flat  # the tensor in transit, or a copy
+        self.finish: Wait | None = None  # replaces it by the mean, flags too
         self.sent_at = 0.0
 
     def adopt(self) -> None:
@@ -120,12 +134,12 @@ class _Bucket:
     def complete_locally(self) -> None:
         """Fills the buffer, with zeros where this rank has no gradient, and sets the flags."""
         self.adopt()
-        here = [p.grad is not None for p in self.parameters]
-        self.complete = all(here)
+        is_there = [p.grad is not None for p in self.parameters]
+        self.complete = all(is_there)
         if self.complete:
             self.flags.fill_(1)
             return
-        for has, view, flag in zip(here, self.views, self.flags, strict=True):
+        for has, view, flag in zip(is_there, self.views, self.flags, strict=True):
             flag.fill_(has)
             if not has:
                 view.zero_()  # it may hold an earlier step's
@@ -136,7 +150,7 @@ class _Bucket:
         somewhere = [True] * len(self.views) if self.complete else self.flags.tolist()
         for p, view, has in zip(self.parameters, self.views, somewhere, strict=True):
             p.grad = view if has else None
-        self.wait, self.sent, self.waiting = None, self.flat, len(self.parameters)
+        self.finish, self.waiting = None, len(self.parameters)
 
 
 class GradientBuckets:
@@ -161,8 +175,8 @@ class GradientBuckets:
         bucket_bytes: the largest bucket, unless a single parameter is larger; by default
             `default_bucket_bytes`.
         comm_dtype: the type in which gradients are sent and summed; by default their own.
-        recorder: is told of each bucket's `all_reduce`, from start to result, and of the `barrier`
-            after shared memory.
+        recorder: is told of each bucket's `all_reduce`: if it travels while backward runs, from its
+            start to its result, else of averaging it in `finish`; and of the `barrier` after that.
 
     Raises:
         ValueError: the model has nothing to train.
@@ -181,26 +195,20 @@ class GradientBuckets:
         trained = [p for p in parameters if p.requires_grad][::-1]
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
-        self.group = group
-        most = bucket_bytes or default_bucket_bytes(dist.get_backend(group))
-        self.world_size = dist.get_world_size(group)
-        self.comm_dtype = comm_dtype
         self.recorder = recorder
+        device = trained[0].device
+        most = bucket_bytes or default_bucket_bytes(device)
         separate = set(apart)  # only looked up in: its order may differ between ranks
         groups = in_groups([p for p in trained if p not in separate], most)
         groups += [[p] for p in trained if p in separate]
         numels = [sum(p.numel() for p in ps) + len(ps) for ps in groups]  # gradients, then flags
         nbytes = [aligned(n * ps[0].itemsize) for n, ps in zip(numels, groups, strict=True)]
-        self.shared: SharedBuffers | None = None
-        if comm_dtype is None and all(p.device.type == "cpu" for p in trained):
-            self.shared = SharedBuffers.open(sum(nbytes), group)
-        self.buckets: list[_Bucket] = []
-        for ps, numel in zip(groups, numels, strict=True):
-            if self.shared is None:
-                flat = torch.zeros(numel, dtype=ps[0].dtype, device=ps[0].device)
-            else:
-                flat = self.shared.take(numel, ps[0].dtype)
-            self.buckets.append(_Bucket(ps, flat))
+        communicator = Communicator(group or dist.group.WORLD, recorder)
+        self._buffers = communicator.lend(sum(nbytes), device, comm_dtype)
+        self.buckets = [
+            _Bucket(ps, self._buffers.keep(numel, ps[0].dtype))
+            for ps, numel in zip(groups, numels, strict=True)
+        ]
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
         self._handles = [  # a hook runs in each backward, once its p.grad has been added to
@@ -222,12 +230,12 @@ class GradientBuckets:
         """Sends the remaining buckets, waits for all, and leaves the mean in every p.grad."""
         while self._next < len(self.buckets):  # backward has not filled this one, or one before it
             self._send(self.buckets[self._next])
-        for i in range(len(self.buckets)):
-            self._receive(i)
-        if self.shared is not None:
-            with acting(self.recorder, "barrier"):
-                # Waits until all ranks have written their parts of my buckets.
-                self.shared.announce(AVERAGED)()
+        for i, bucket in enumerate(self.buckets):
+            assert bucket.finish is not None
+            start = bucket.sent_at if self._buffers.overlaps else None
+            with acting(self.recorder, "all_reduce", i, device=bucket.flat.device, start=start):
+                bucket.finish()
+        self._buffers.barrier()  # all ranks have written their parts of my buckets
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
@@ -239,7 +247,7 @@ class GradientBuckets:
 
     def _make_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if bucket.wait is not None:
+            if bucket.finish is not None:
                 raise RuntimeError(
                     "call finish() after each backward, or accumulate inside no_sync()"
                 )
@@ -257,32 +265,91 @@ class GradientBuckets:
     def _send(self, bucket: _Bucket) -> None:
         bucket.complete_locally()
         bucket.sent_at = time.perf_counter()
-        if self.shared is not None:
-            bucket.wait = self.shared.announce(self._next)  # it is full
-        else:
-            if self.comm_dtype is not None:
-                bucket.sent = bucket.flat.to(self.comm_dtype)
-            bucket.wait = dist.all_reduce(bucket.sent, group=self.group, async_op=True).wait
+        bucket.finish = self._buffers.start_average(bucket.flat)
         self._next += 1
 
-    def _receive(self, i: int) -> None:
-        bucket = self.buckets[i]
-        assert bucket.wait is not None
-        start, device = bucket.sent_at, bucket.flat.device
-        with acting(self.recorder, "all_reduce", i, device=device, start=start):
-            bucket.wait()
-            if self.shared is not None:  # every rank's bucket is full
-                self.shared.average(bucket.flat)  # one of W parts
-            else:
-                if bucket.sent is not bucket.flat:
-                    bucket.flat.copy_(bucket.sent)  # comm_dtype: back to the gradients' own type
-                bucket.gradients.div_(self.world_size)  # not the flags
+
+class DistributedDataParallel(nn.Module):
+    """Keeps `module` the same on all ranks.
+
+    All ranks must construct it together, with the same module. Buffers are sent once, with the
+    parameters; later writes to them (the averages of a batch norm) stay on their rank.
+
+    Args:
+        module: already on its device.
+        group: the ranks; by default all.
+        bucket_bytes, comm_dtype, recorder: see `GradientBuckets`.
+
+    Raises:
+        ValueError: names, shapes, types or what is trained differ between ranks; or there is
+            nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+        comm_dtype: torch.dtype | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.group = group
+        self._check_that_all_have_the_same_module()
+        self.broadcast_params()
+        self.buckets = GradientBuckets(
+            module.parameters(), group, bucket_bytes, comm_dtype, recorder
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's part of the batch."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Overwrites every rank's parameters and buffers with rank 0's, many at a time, since one
+        broadcast per tensor would pay the latency for every bias."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]  # a shared one comes once
+        for alike in in_groups(tensors, BROADCAST_BYTES):
+            # bytes, since gloo does not send every dtype
+            flat = torch.cat([t.detach().flatten().view(torch.uint8) for t in alike])
+            dist.broadcast(flat, group=self.group, group_src=0)  # overwrites all but rank 0's
+            copy_back(flat.view(alike[0].dtype), alike)
+
+    def average_gradients(self) -> None:
+        """Waits until every p.grad is the mean over the ranks. Call it after each backward outside
+        `no_sync()`, equally often on all ranks."""
+        self.buckets.finish()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward accumulates gradients locally and sends nothing."""
+        return self.buckets.no_sync()
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        self.buckets.close()
+
+    def _check_that_all_have_the_same_module(self) -> None:
+        """Otherwise broadcasts of different sizes would hang or mix up the weights."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        described = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(by_rank, described, self.group)
+        first = by_rank[0]
+        for rank, other in enumerate(by_rank):  # the same comparison everywhere: all raise, or none
+            if other != first:
+                names = ", ".join(sorted({name for name, *_ in set(other) ^ set(first)})[:3])
+                raise ValueError(
+                    f"rank {rank} has another module than rank 0, see {names}; all ranks must "
+                    "construct the same one"
+                )
 
 
-def default_bucket_bytes(backend: str) -> int:
-    """The largest bucket: 25 MB over NCCL, as in PyTorch, since each is a few kernels and GPUs fill
-    it in a millisecond; else 4 MB, which stay in the cores' caches."""
-    return (25 if "nccl" in backend else 4) << 20
+def default_bucket_bytes(device: torch.device) -> int:
+    """The largest bucket: 25 MB on a GPU, as in PyTorch, since each is a few kernels and GPUs fill
+    it in a millisecond; 4 MB on a CPU, which stay in the cores' caches."""
+    return (4 if device.type == "cpu" else 25) << 20
 
 
 def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:

@@ -1,6 +1,6 @@
 """The units of a model on one rank: their first values, gathered parameters, and gradients.
 
-fsdp.py decides when to gather and to reduce, exchange.py how.
+fsdp.py decides when to gather and to reduce, runtime/buffers.py how.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.exchange import Exchange, Reduction, Wait
+from runtime.buffers import Buffers, Sum
 from runtime.meta import Initialize, filled
+from runtime.shared_memory import Wait
 
 from .flat import Unit
 
@@ -31,15 +32,14 @@ class ShardedUnit:
         gradient: memory for the shard's grad, from the first backward on.
     """
 
-    def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
-        self.unit, self.exchange = unit, exchange
+    def __init__(self, unit: Unit, buffers: Buffers, zero: int) -> None:
+        self.unit, self.buffers = unit, buffers
         self.whole: Tensor | None = None
         self.empty: list[nn.Parameter] = []
         numel = unit.shard_numel if zero == 3 else unit.numel
-        # zeroed; with SharedExchange at one offset on all ranks, which read each other's
-        storage = exchange.storage(numel, unit.compute_dtype)
+        storage = buffers.keep(numel, unit.compute_dtype)
         self.kept = storage if zero == 2 else None
-        self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
+        self.published = storage if zero == 3 else storage[unit.part(buffers.rank)]
         shard = self.published
         self.apart = unit.compute_dtype != unit.dtype
         if self.apart:
@@ -54,11 +54,11 @@ class ShardedUnit:
     def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
         """Fills the shard, of which one parameter at a time is whole: one on the meta device by
         `init`, another by rank 0's values. `empty` then replaces them."""
-        pieces = {p.name: p for p in self.unit.pieces(self.exchange.rank, self.shard.data)}
+        pieces = {p.name: p for p in self.unit.pieces(self.buffers.rank, self.shard.data)}
         for entry, parameter in zip(self.unit.entries, parameters, strict=True):
             if parameter.is_meta and entry.name not in pieces:
                 continue  # no part of it is here
-            whole = first_value(parameter, entry.name, self.exchange, init)
+            whole = first_value(parameter, entry.name, self.buffers, init)
             if entry.name in pieces:
                 _, _, begin, piece = pieces[entry.name]
                 piece.copy_(whole.flatten()[begin : begin + len(piece)])
@@ -86,9 +86,9 @@ class ShardedUnit:
         if self.whole is None:
             self.whole = self.kept
             if self.whole is None:
-                self._lent = self.exchange.parameters.take(self.unit.nbytes)
+                self._lent = self.buffers.scratch.take(self.unit.nbytes)
                 self.whole = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
-            self._arrived = self.exchange.start_gather(self.published, self.whole)
+            self._arrived = self.buffers.start_gather(self.published, self.whole)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was started."""
@@ -100,20 +100,20 @@ class ShardedUnit:
         """Gives lent memory back; zero 2 keeps its own."""
         if self._lent is not None:
             self.finish_gather()  # it writes there
-            self.exchange.parameters.give(self._lent)
+            self.buffers.scratch.give(self._lent)
             self._lent = self.whole = None
 
-    def reduction(self, found: Sequence[Tensor | None] | None) -> Reduction:
+    def reduction(self, found: Sequence[Tensor | None] | None) -> Sum:
         """The sum over the ranks to be started next: of `found`, this rank's gradients by entry;
         None counts as zero. It becomes the shard's grad, or is added to that."""
-        lent = self.exchange.gradients.take(self.unit.gradient_nbytes)  # the exchange gives it back
+        lent = self.buffers.terms.take(self.unit.gradient_nbytes)  # goes back when it is summed
         whole = lent[: self.unit.gradient_nbytes].view(self.unit.dtype)
         _lay_out(self.unit, whole, found)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.shard)
         accumulate = self.shard.grad is not None
         self.shard.grad = self.gradient
-        return Reduction(self.unit, whole, self.gradient, accumulate, lent)
+        return Sum(whole, self.gradient, accumulate, lent)
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The element of the gathered unit at which the tensor starts; None outside it."""
@@ -123,14 +123,14 @@ class ShardedUnit:
         return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
-def first_value(tensor: Tensor, name: str, exchange: Exchange, init: Initialize | None) -> Tensor:
+def first_value(tensor: Tensor, name: str, buffers: Buffers, init: Initialize | None) -> Tensor:
     """The value of a parameter or buffer with which training begins: on the meta device what `init`
     writes, otherwise rank 0's, for which all ranks must call this together."""
     if tensor.is_meta:
-        return filled(tensor, name, exchange.device, init)
-    value = tensor.detach().to(exchange.device).contiguous()
+        return filled(tensor, name, buffers.device, init)
+    value = tensor.detach().to(buffers.device).contiguous()
     every_byte = value.flatten().view(torch.uint8)  # gloo does not support every dtype
-    dist.broadcast(every_byte, group=exchange.group, group_src=0)
+    dist.broadcast(every_byte, group=buffers.group, group_src=0)
     return value
 
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.gradients import DistributedDataParallel
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from runtime.meta import names_of

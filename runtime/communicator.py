@@ -10,35 +10,44 @@ stretches:
     rank 0   write slot 0 | announce | read slots 0 | write slot 1 | announce | read slots 1 | ...
 
 Two slots are enough: a rank announces slot 1 only after reading slots 0, so when all have announced
-slot 1, slots 0 are free. Sums are taken in rank order, so every rank has the same bits. The
-announcements are also compared: ranks that make different calls end with an error. Whether ranks
-share a host is found out by trying, not inferred from their number.
+slot 1, slots 0 are free. Sums are taken in rank order, so every rank has the same bits. An
+announcement says which call it is, its turn, and the size and type of its tensor: ranks that make
+different calls end with an error. Whether ranks share a host is found out by trying, not inferred
+from their number.
+
+Each call can be started and finished later. A process group sends in between. Through memory
+nothing happens in between: the tensor is written when the call starts, and read and added up when
+it is finished; so a rank only waits less for one that is late.
 
 Sums of 16-bit numbers (autocast) are taken in fp32 and rounded once; rounded at every rank, small
 terms would vanish. For this the process group sends fp32; shared memory stays 16-bit.
 
+A communicator also lends memory that lives longer than a call, and is exchanged in place
+(buffers.py): for buckets of gradients, and for shards.
+
 Cost, t ranks, a tensor of G bytes: in a group each rank sends 2 G (t-1)/t for an all-reduce, half
-of that for the other two; in memory it writes G and reads up to t G. Two slots per rank.
+of that for the others; in memory it writes G and reads up to t G. Two slots per rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.recorder import Recorder, acting
-from runtime.shared_memory import SharedBuffers, add_up, aligned, sum_into, wide
+from .buffers import Buffers, SharedBuffers, all_gather, start_reduce_scatter
+from .recorder import Recorder, acting
+from .shared_memory import SharedMemory, add_up, aligned, sum_into, wide
 
 Finish = Callable[[], Tensor]
 """Waits for a started collective and returns its result. Must be called before the next start."""
 
 _SLOTS = 2
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # their numbers are announced
 
 
 class Communicator:
@@ -47,7 +56,8 @@ class Communicator:
 
     Args:
         group: their process group; None: this rank is alone.
-        recorder: is told of every `all_reduce`, `reduce_scatter` and `all_gather`.
+        recorder: is told of every call. Through memory, of its start and its end, since nothing
+            happens in between.
 
     Attributes:
         rank, size: this rank's number in the group, and the number of ranks.
@@ -60,7 +70,7 @@ class Communicator:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._share = self.size > 1
-        self._memory: SharedBuffers | None = None
+        self._memory: SharedMemory | None = None
         self._slot_bytes = -1  # room in each slot; -1: not opened
         self._turn = 0  # collectives through memory so far; odd and even ones have a slot each
         self._under_way = False  # one that is not finished yet
@@ -82,11 +92,15 @@ class Communicator:
         """This rank's part along `dim` of the sum of all ranks' `x`."""
         return self.start_reduce_scatter(x, dim)()
 
+    def start_all_gather(self, x: Tensor, dim: int) -> Finish:
+        """Begins to gather all ranks' `x`, concatenated along `dim`."""
+        return self._start("all_gather", x, dim)
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x`, concatenated along `dim`."""
-        return self._start("all_gather", x, dim)()
+        return self.start_all_gather(x, dim)()
 
-    def part_of(self, x: Tensor, dim: int) -> Tensor:
+    def shard_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor along `dim`: a view."""
         size, rest = divmod(x.size(dim), self.size)
         if rest:
@@ -95,12 +109,30 @@ class Communicator:
             )
         return x.narrow(dim, self.rank * size, size)
 
+    def lend(
+        self, nbytes: int, device: torch.device, comm_dtype: torch.dtype | None = None
+    ) -> Buffers:
+        """Room for tensors of `nbytes` together, each rounded up to a cache line, on a device. CPU
+        ranks of one machine read each other's.
+
+        Args:
+            comm_dtype: the type in which averages are sent and summed; by default their own.
+        """
+        if device.type == "cpu" and comm_dtype is None:
+            memory = SharedMemory.open(nbytes, self.group)  # None on all ranks, or on none
+            if memory is not None:
+                return SharedBuffers(memory, self.recorder)
+        return Buffers(device, self.group, self.recorder, comm_dtype)
+
     def _start(self, kind: str, x: Tensor, dim: int) -> Finish:
         if self.size == 1:
             return lambda: x
-        start = time.perf_counter()
-        begin = self._in_memory if self._through_memory(x) else self._in_group
-        wait, result = begin(kind, x, dim)
+        start: float | None = time.perf_counter()
+        begin = self._in_group
+        if self._through_memory(x):
+            begin, start = self._in_memory, None  # nothing happens until it is finished
+        with acting(self.recorder, kind) if start is None else nullcontext():
+            wait, result = begin(kind, x, dim)
 
         def finish() -> Tensor:
             with acting(self.recorder, kind, start=start):
@@ -127,7 +159,7 @@ class Communicator:
         if self._share and x.device.type == "cpu" and x.nbytes > self._slot_bytes:
             # Pages that are never touched take no memory.
             self._slot_bytes = aligned(max(2 * x.nbytes, 1 << 24))  # 16 MiB or more
-            self._memory = SharedBuffers.open(_SLOTS * self._slot_bytes, self.group)
+            self._memory = SharedMemory.open(_SLOTS * self._slot_bytes, self.group)
             self._share = self._memory is not None  # found out by the first call
         return self._share and x.device.type == "cpu"
 
@@ -143,66 +175,19 @@ class Communicator:
             self._memory.view(r, begin, x.numel(), x.dtype).view(x.shape) for r in range(self.size)
         ]
         views[self.rank].copy_(x)  # before it is announced
-        # A rank that announces another number makes another call: its tensor must not be used.
-        mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 4093 << 40)  # call, turn, size
-        agreed = self._memory.announce(mine)
+        all_have_written = self._memory.announce(kind, x.numel(), x.dtype)
 
         def wait() -> None:
-            same = agreed()
             self._under_way = False
-            if not same:
-                raise RuntimeError("the ranks diverged: they make different calls")
+            all_have_written()
 
         def result() -> Tensor:  # after the wait: all ranks' slots are written
             if kind == "all_gather":
                 return torch.cat(views, dim)
             if kind == "reduce_scatter":
-                return add_up([self.part_of(view, dim) for view in views])
+                return add_up([self.shard_of(view, dim) for view in views])
             total = torch.empty_like(x, memory_format=torch.contiguous_format)
             sum_into([view.flatten() for view in views], [total.view(-1)])
             return total
 
         return wait, result
-
-
-def start_reduce_scatter(
-    whole: Tensor, group: dist.ProcessGroup | None, mine: Tensor | None = None
-) -> tuple[Any, list[Tensor]]:
-    """Begins to sum all ranks' `whole`, of which each rank gets a part along the first dimension.
-
-    Gloo's own is an all-reduce that throws most of the result away. There the ranks exchange their
-    parts, and each adds up what it gets.
-
-    Args:
-        mine: memory for this rank's part of the sum, where the group sums.
-
-    Returns:
-        What to wait for; and then the terms of this rank's part: of gloo one of each rank, else the
-        sum alone, in `mine` if it is given.
-    """
-    size = dist.get_world_size(group)
-    if dist.get_backend(group) == "gloo":
-        terms = torch.empty_like(whole)  # by rank
-        work = dist.all_to_all_single(terms, whole, group=group, async_op=True)
-        return work, list(terms.chunk(size))
-    if mine is None:
-        mine = whole.new_empty(whole.size(0) // size, *whole.shape[1:])
-    return dist.reduce_scatter_single(mine, whole, group=group, async_op=True), [mine]
-
-
-def start_comparison(
-    number: int, group: dist.ProcessGroup | None, device: torch.device
-) -> Callable[[], bool]:
-    """Begins to compare a number that says what this rank does. The result waits until all have
-    announced theirs, and says whether it is the same."""
-    said = torch.tensor([number, -number], device=device)
-    work = dist.all_reduce(said, dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def agreed() -> bool:
-        work.wait()
-        return not said.sum()  # the largest number less the smallest
-
-    return agreed
-
-
-all_gather: Any = dist.all_gather_single  # torch 2.13 warns about its older name

@@ -12,7 +12,7 @@ Cost: an announcement takes 20 microseconds between two ranks, where an all-redu
 
 Ownership: the memory (a memfd) and the pipes are anonymous. They have no name that could be left
 behind, and are freed with the last process that has them, however that process ends. Other ranks
-open them through /proc (one machine, one user, Linux only); elsewhere `SharedBuffers.open` returns
+open them through /proc (one machine, one user, Linux only); elsewhere `SharedMemory.open` returns
 None.
 """
 
@@ -24,6 +24,7 @@ import select
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,9 @@ from torch import Tensor
 
 ELEMENTS_AT_ONCE = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+Wait = Callable[[], None]
+"""Waits for something that was started. Call each once, in the order of the starts."""
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -78,7 +82,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class SharedBuffers:
+def refuse_copies(_: object) -> NoReturn:
+    """The `__getstate__` of what belongs to all ranks together."""
+    raise TypeError(
+        "memory that ranks share cannot be copied or pickled, nor can what uses it: copy the "
+        "module inside, as in copy.deepcopy(ddp.module), and wrap the copy on all ranks"
+    )
+
+
+class SharedMemory:
     """One stretch of memory per rank, each mapped by all ranks; and what says that it is written.
 
     Args:
@@ -102,13 +114,14 @@ class SharedBuffers:
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
         self.rank, self.group = rank, group
         self._taken = 0  # bytes of this rank's memory, see `take`
+        self._turn = 0  # announcements so far
         self._files = files  # descriptors by rank, for `read`
         self._inboxes, self._outboxes = inboxes, outboxes
         for file in (*files, *inboxes.values(), *outboxes.values()):
             weakref.finalize(self, os.close, file)
 
     @classmethod
-    def open(cls, nbytes: int, group: dist.ProcessGroup | None = None) -> SharedBuffers | None:
+    def open(cls, nbytes: int, group: dist.ProcessGroup | None = None) -> SharedMemory | None:
         """A zeroed buffer of `nbytes` for every rank of the group; None if they cannot share
         memory. All ranks must call it together, and all get the same answer. The system allocates
         each page when it is first written to."""
@@ -122,35 +135,42 @@ class SharedBuffers:
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
         if everywhere:
             others = [r for r in range(world_size) if r != rank]
-            return cls(files, nbytes, rank, *open_pipes(others, group), group)
+            return cls(files, nbytes, rank, *_open_pipes(others, group), group)
         for file in files:  # after the all-reduce nobody opens mine any more
             if file != -1:
                 os.close(file)
         return None
 
-    def announce(self, number: int) -> Callable[[], bool]:
-        """Tells all ranks that this one has written its memory, with a number that says what. The
-        result waits until all have announced as often, and says whether their number is the same.
-        It raises a DistError if a rank has ended, or is silent for longer than the group waits; the
-        call itself, if a rank has left so many announcements unheard that its pipe is full."""
-        said = number.to_bytes(8, "little", signed=True)
+    def announce(self, *call: object) -> Wait:
+        """Tells all ranks that this one has written its memory, and in which call: its kind, size,
+        type. The result waits until all have announced as often.
+
+        Raises:
+            dist.DistError: a rank has ended, or is silent for longer than the group waits. So does
+                `announce`, if a rank has left so many announcements unheard that its pipe is full.
+            RuntimeError: the ranks make different calls, so their memory must not be used.
+        """
+        self._turn += 1
+        said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
         for rank, outbox in self._outboxes.items():
             self._wait(rank, outbox, select.POLLOUT)
             with suppress(BrokenPipeError):  # it has ended: the wait below says so
                 os.write(outbox, said)
 
-        def agreed() -> bool:
+        def wait() -> None:
             heard = {self._hear(r) for r in self._inboxes}  # of all, though one differs
-            return heard <= {said}
+            require_agreement(heard <= {said})
 
-        return agreed
+        return wait
 
     def _wait(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
         members: Any = self.group or dist.group.WORLD
         options = members._get_backend(torch.device("cpu")).options
         seconds = options._timeout.total_seconds()  # that a rank of the group waits for another
-        if not is_ready(pipe, event, seconds):
+        poll = select.poll()
+        poll.register(pipe, event)
+        if not poll.poll(1000 * seconds):
             raise dist.DistError(f"rank {rank} of the group has been silent for {seconds:g} s")
 
     def _hear(self, rank: int) -> bytes:
@@ -161,11 +181,7 @@ class SharedBuffers:
             raise dist.DistError(f"rank {rank} of the group has ended")
         return heard
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "memory that ranks share cannot be copied or pickled, nor can what uses it: copy the "
-            "module inside, as in copy.deepcopy(ddp.module), and wrap the copy on all ranks"
-        )
+    __getstate__ = refuse_copies
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
@@ -182,31 +198,26 @@ class SharedBuffers:
         offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
         return [self.view(rank, offset, len(x), x.dtype) for rank in range(len(self.ranks))]
 
-    def average(self, x: Tensor) -> None:
-        """Replaces a flat tensor, at one place in every rank's memory, by its mean. All ranks must
-        have written theirs before; a barrier must follow before anybody reads.
-
-        Rank r averages part r of W, in all ranks' memory:
-
-            memory of rank 0   [ part 0 | part 1 ]     rank 0 reads and writes both parts 0
-            memory of rank 1   [ part 0 | part 1 ]     rank 1 reads and writes both parts 1
-
-        Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
-        """
-        world_size = len(self.ranks)
-        begin, end = (len(x) * r // world_size for r in (self.rank, self.rank + 1))  # elements
-        parts = self.by_rank(x[begin:end])
-        sum_into(parts, parts, divisor=world_size)
-
     def read(self, rank: int, x: Tensor, into: Tensor) -> None:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
         offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
-        # the secret comes before the buffer
-        read_into(into.view(torch.uint8), self._files[rank], ALIGNMENT + offset)
+        target = memoryview(into.view(torch.uint8).numpy().data)
+        start, done = ALIGNMENT + offset, 0  # the secret comes before the buffer
+        while done < len(target):  # a read may stop early
+            done += os.preadv(self._files[rank], [target[done:]], start + done)
 
 
-def open_pipes(
+def require_agreement(same: bool) -> None:
+    """Raises the error for ranks that make different calls, unless they make the same."""
+    if not same:
+        raise RuntimeError(
+            "the ranks diverged: all must make the same calls in the same order, with tensors of "
+            "the same size and type; a rank that has no examples makes them, too"
+        )
+
+
+def _open_pipes(
     peers: Sequence[int], group: dist.ProcessGroup | None
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Pipes from and to some ranks of this machine, which name this one, too. All ranks of the
@@ -221,20 +232,6 @@ def open_pipes(
     for _, writer in pipes.values():
         os.close(writer)  # only the peer can write now, so that its end shows
     return {r: reader for r, (reader, _) in pipes.items()}, outboxes
-
-
-def is_ready(pipe: int, event: int, seconds: float) -> bool:
-    """Waits until a pipe can be read or written (`event`, of `select`); False after `seconds`."""
-    poll = select.poll()
-    poll.register(pipe, event)
-    return bool(poll.poll(1000 * seconds))
-
-
-def read_into(memory: Tensor, file: int, start: int) -> None:
-    """Fills a tensor of bytes from byte `start` of a file."""
-    target, done = memoryview(memory.numpy().data), 0
-    while done < len(target):  # a read may stop early
-        done += os.preadv(file, [target[done:]], start + done)
 
 
 def _create(secret: bytes, nbytes: int) -> int:

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from runtime.shared_memory import SharedBuffers
+from runtime.shared_memory import SharedMemory
 from training.launch.meeting import connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
@@ -77,7 +77,7 @@ def _fork(_: Any, command: list[Any], passed: list[int]) -> int:
 def sharing(allowed: bool) -> AbstractContextManager[object]:
     """Inside, the CPU ranks of one machine share memory, or they send as ranks of several do. Only
     what is made and first used inside is concerned; all ranks must enter it."""
-    return nullcontext() if allowed else patch.object(SharedBuffers, "open", return_value=None)
+    return nullcontext() if allowed else patch.object(SharedMemory, "open", return_value=None)
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.shared_memory import SharedBuffers
+from runtime.shared_memory import SharedMemory
 from tests.faults.faults import LAYOUTS, OPTIONS, cut_link, hash_of, kill, notice, scores_of
 from tests.faults.faults import run as run_struck
 from tests.faults.hosts import Hosts, MissingError
@@ -23,7 +23,7 @@ PICTURES = LAYOUTS["pictures"]
 
 def apart(_: int, patch: pytest.MonkeyPatch) -> None:
     """Ranks share no memory, as those of two hosts."""
-    patch.setattr(SharedBuffers, "open", lambda *_, **__: None)
+    patch.setattr(SharedMemory, "open", lambda *_, **__: None)
 
 
 def number_of_hosts() -> int:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel import exchange, units
-from data_parallel.exchange import SharedExchange
+from data_parallel import units
 from data_parallel.fsdp import FullyShardedDataParallel
+from runtime import buffers
 from tests.data_parallel.sharded_models import HALVES, batch, loss_of, one_process, sharded, whole
 from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import Ranks, sharing
@@ -40,11 +40,11 @@ def _steps(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Each step: a backward, of which nothing is wanted; another; an evaluation; the update."""
     fsdp = sharded(zero=zero)
-    assert isinstance(fsdp.exchange, SharedExchange)
+    assert isinstance(fsdp.buffers, buffers.SharedBuffers)
     place, name = {
         "updates": (fsdp.optimizer, "step"),
-        "reads": (fsdp.exchange.memory, "read"),
-        "sums": (exchange, "sum_into"),
+        "reads": (fsdp.buffers.memory, "read"),
+        "sums": (buffers, "sum_into"),
         "fills": (units, "_lay_out"),
     }[where]
     slow, outputs = _slow(getattr(place, name)), []

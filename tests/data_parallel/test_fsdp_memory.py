@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_parallel.exchange import Pool, SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
+from runtime.buffers import Pool, SharedBuffers
 from tests.ranks import Ranks, sharing
 
 LAYERS, WIDTH = 6, 32
@@ -43,11 +43,11 @@ def _held(_: int, _world: int, zero: int, share: bool) -> tuple[list[int], int]:
         fsdp = _make(_layers(), zero=zero)
     for _again in range(3):
         _step(fsdp)
-    exchange = fsdp.exchange
-    pools = {exchange.parameters, exchange.gradients}  # may be the same one
+    buffers = fsdp.buffers
+    pools = {buffers.scratch, buffers.terms}  # may be the same one
     idle = [memory for pool in pools for same in pool._idle.values() for memory in same]
-    if isinstance(exchange, SharedExchange):
-        idle += exchange._being_read
+    if isinstance(buffers, SharedBuffers):
+        idle += buffers._being_read
     return list(fsdp.held_bytes().values()), sum(memory.nbytes for memory in idle)
 
 
@@ -80,19 +80,20 @@ class _Watch:
         self.events: list[str] = []
         self.microbatches: list[int] = []
         index = {u.published.data_ptr(): u.unit.index for u in fsdp.units}
-        gather, reduce = fsdp.exchange.start_gather, fsdp.exchange.start_reduce
+        gather, start_sums = fsdp.buffers.start_gather, fsdp.buffers.start_sums
 
         def start_gather(shard: Tensor, whole: Tensor) -> Callable[[], None]:
             self.events.append(f"send for {index[shard.data_ptr()]}")
             return gather(shard, whole)
 
-        def start_reduce(reductions: Any) -> Callable[[], None]:
-            self.events += [f"send off {r.unit.index}" for r in reductions]
-            return reduce(reductions)
+        def sum_up(sums: Any) -> Callable[[], None]:
+            owners = {id(u.gradient): u.unit.index for u in fsdp.units}
+            self.events += [f"send off {owners[id(s.target)]}" for s in sums]
+            return start_sums(sums)
 
-        fsdp.exchange.start_gather = start_gather  # type: ignore[method-assign]
-        fsdp.exchange.start_reduce = start_reduce  # type: ignore[method-assign]
-        fsdp.recorder = self  # type: ignore[assignment]
+        fsdp.buffers.start_gather = start_gather  # type: ignore[method-assign]
+        fsdp.buffers.start_sums = sum_up  # type: ignore[method-assign]
+        fsdp.recorder = fsdp.buffers.recorder = self  # type: ignore[assignment]
 
     def around(self, kind: str, layer: int, i: int, _: int) -> AbstractContextManager[None]:
         self.events.append(f"{kind} {layer}")
@@ -108,7 +109,7 @@ def _order(rank: int, _: int, share: bool) -> list[str]:
     with sharing(share):
         fsdp = _make(layers)
     watch = _Watch(fsdp)
-    assert isinstance(fsdp.exchange, SharedExchange) == share
+    assert isinstance(fsdp.buffers, SharedBuffers) == share
     inputs = [torch.tensor([1])] * 2 * rank
     fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
     fsdp.optimizer_step()
@@ -182,7 +183,7 @@ def _gathered(_: int, _world: int) -> None:
     with sharing(False):
         plain, fsdp = (_make(_layers()) for _ in range(2))
     _step(plain)
-    fsdp.exchange.parameters = fsdp.exchange.gradients = Pool(allocate, keep=False)
+    fsdp.buffers.scratch = fsdp.buffers.terms = Pool(allocate, keep=False)
     output = fsdp.forward(torch.ones(1, WIDTH))
     assert sum(memory.untyped_storage().nbytes() for memory in made) == LAYER
     fsdp.backward(output.sum())
@@ -196,12 +197,3 @@ def test_on_a_gpu_a_graph_keeps_no_gathered_layer(ranks: Ranks) -> None:
     """Memory is not pooled there. The last layer stays, since its backward comes next; the others
     are gathered twice, and each has a gradient."""
     ranks.run(_gathered)
-
-
-def test_the_pool_lends_what_was_given_back() -> None:
-    pool = Pool(lambda n: torch.empty(n, dtype=torch.uint8))
-    large, small = pool.take(1 << 20), pool.take(3 << 10)
-    pool.give(large)
-    pool.give(small)
-    assert pool.take(1 << 10) is not large  # or every buffer would become large
-    assert pool.take((1 << 19) + 1) is large and pool.take(4 << 10) is small

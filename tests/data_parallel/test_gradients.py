@@ -160,15 +160,16 @@ def _recorded(rank: int, _: int, share: bool) -> list[Any]:
     memory = {bucket.flat.untyped_storage().data_ptr() for bucket in buckets.buckets}
     used = [p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None]
     early = [start < middle for kind, _, _, start, _ in told if kind == "all_reduce"]
-    return [buckets.shared is not None, {*used} <= memory, [event[:3] for event in told], early]
+    return [not buckets._buffers.overlaps, {*used} <= memory, [event[:3] for event in told], early]
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
-    """A recorder is told of each, in their order. The last have parameters without a gradient.
-    Gradients are views of them, so a second backward must not begin before the first is over."""
+    """A recorder is told of each, in their order: of one that travels, from then on; of one that
+    others read, when it is averaged. The last have parameters without a gradient. Gradients are
+    views of them, so a second backward must not begin before the first is over."""
     events = [("all_reduce", i, -1) for i in range(10)] + [("barrier", -1, -1)] * share
-    want = [share, True, events, [True] * 8 + [False] * 2]
+    want = [share, True, events, [not share] * 8 + [False] * 2]
     assert ranks.run(_recorded, share) == [want] * 2
 
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.gradients import DistributedDataParallel
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ONE_EACH

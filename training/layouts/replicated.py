@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from data_parallel.ddp import DistributedDataParallel
-from data_parallel.gradients import average_gradients, average_gradients_flat
+from data_parallel.gradients import (
+    DistributedDataParallel,
+    average_gradients,
+    average_gradients_flat,
+)
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy

@@ -35,7 +35,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
@@ -256,7 +256,8 @@ def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
     group = mesh["pp"].group
     with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
         parameters, replicas = pipe.parameters(), mesh["dp"].group
-        buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
+        with sharing(False):  # memory is read when the buckets are finished
+            buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
         pipe.train_step(x, y, square_error, schedule, 2)
         buckets.finish()
         last = max(end for kind, *_, end in events if kind in "BW")

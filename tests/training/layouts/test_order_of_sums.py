@@ -54,9 +54,7 @@ def adding_backwards(mesh: Mesh) -> Iterator[None]:
     changes: dict[str, Any] = {
         "torch.distributed.all_reduce": reduced,
         "runtime.communicator.add_up": lambda parts: add_up(parts[::-1]),
-        "data_parallel.exchange.sum_into": lambda parts, *args, **how: sum_into(
-            parts[::-1], *args, **how
-        ),
+        "runtime.buffers.sum_into": lambda parts, *args, **how: sum_into(parts[::-1], *args, **how),
     }
     with ExitStack() as stack:
         for name, changed in changes.items() if after else list(changes.items())[:1]:

@@ -3,6 +3,8 @@ gradients: tests/equivalence leaves the sums out, one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,12 +47,21 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
-def apart(rank: int, _world_size: int) -> None:
-    mine, x = Communicator(torch.distributed.group.WORLD), torch.ones(2)
+OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
+    "kind": lambda mine, x, rank: mine.all_reduce(x) if rank else mine.all_gather(x, 0),
+    "size": lambda mine, x, rank: mine.all_reduce(x if rank else x[:2]),
+    "type": lambda mine, x, rank: mine.all_reduce(x if rank else x.int()),
+}
+
+
+def apart(rank: int, _: int, what: str) -> None:
+    mine, x = Communicator(torch.distributed.group.WORLD), torch.ones(4)
     mine.all_reduce(x)
-    with pytest.raises(RuntimeError, match="the ranks diverged: they make different calls"):
-        _ = mine.all_reduce(x) if rank else mine.all_gather(x, 0)
+    with pytest.raises(RuntimeError, match="the ranks diverged: all must make the same calls"):
+        OTHER_CALLS[what](mine, x, rank)
 
 
-def test_ranks_that_make_other_calls_are_told(three_ranks: processes.Ranks) -> None:
-    three_ranks.run(apart)
+@pytest.mark.parametrize("what", OTHER_CALLS)
+def test_ranks_that_make_other_calls_are_told(three_ranks: processes.Ranks, what: str) -> None:
+    """A tensor of another type has as many bytes."""
+    three_ranks.run(apart, what)

@@ -1,5 +1,5 @@
 """Announcements through pipes: from ranks that say the same, say something else, end, or say
-nothing. What is done with the memory: tests/tensor_parallel, tests/data_parallel."""
+nothing. What is done with the memory: test_communicator.py, test_buffers.py."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from runtime.shared_memory import SharedBuffers
+from runtime.shared_memory import SharedMemory
 from tests.ranks import Ranks
 from training.options import WEEKS
 
 
-def opened(group: dist.ProcessGroup | None = None) -> SharedBuffers:
-    memory = SharedBuffers.open(64, group)
+def opened(group: dist.ProcessGroup | None = None) -> SharedMemory:
+    memory = SharedMemory.open(64, group)
     assert memory is not None
     return memory
 
 
-def announce(rank: int, _world_size: int) -> list[bool]:
+def announce(rank: int, _world_size: int) -> None:
     """Twice before the first is waited for; the last one differs on rank 2. Programs take no longer
     time-out than this one."""
     memory = opened(dist.new_group(timeout=timedelta(seconds=WEEKS)))
-    started = [memory.announce(number) for number in (-7, 1 << 60)]
-    return [agreed() for agreed in started] + [memory.announce(rank == 2)()]
+    for wait in [memory.announce("sum", size) for size in (-7, 1 << 60)]:
+        wait()
+    with pytest.raises(RuntimeError, match="the ranks diverged"):
+        memory.announce("sum", rank == 2)()
 
 
 def test_announcements_are_compared_in_order(three_ranks: Ranks) -> None:
-    assert three_ranks.run(announce) == [[True, True, False]] * 3
+    three_ranks.run(announce)
 
 
 def one_ends(rank: int, _world_size: int) -> None:
@@ -36,9 +38,9 @@ def one_ends(rank: int, _world_size: int) -> None:
     if rank == 1:
         del memory  # as its process does when it ends
     else:
-        agreed = memory.announce(0)
+        wait = memory.announce()
         with pytest.raises(dist.DistError, match="rank 1 of the group has ended"):
-            agreed()
+            wait()
     dist.barrier()
 
 
@@ -47,9 +49,9 @@ def one_says_nothing(rank: int, _world_size: int) -> None:
     assert memory.group is not None
     memory.group.set_timeout(timedelta(seconds=0.2))  # as the loop does after the first step
     if rank != 1:
-        agreed = memory.announce(0)
+        wait = memory.announce()
         with pytest.raises(dist.DistError, match=r"rank 1 of the group has been silent for 0\.2 s"):
-            agreed()
+            wait()
     dist.barrier()
 
 
@@ -61,7 +63,7 @@ def one_hears_nothing(rank: int, _world_size: int) -> None:
     if rank == 0:
         with pytest.raises(dist.DistError, match=r"rank 1 of the group has been silent for 0\.2 s"):
             for _ in range(100_000):
-                memory.announce(0)
+                memory.announce()
     dist.barrier()
 
 
