@@ -172,8 +172,9 @@ class GradientBuckets:
             between ranks, yet all must get the same bits. (With three or more ranks a number's
             place in its bucket may decide the order in which a ring adds.)
         group: the ranks to average over; by default all of them.
-        bucket_bytes: the largest bucket, unless a single parameter is larger; by default
-            `default_bucket_bytes`.
+        bucket_bytes: the largest bucket, unless a single parameter is larger; by default 25 MB on a
+            GPU, as in PyTorch, since each is a few kernels and GPUs fill it in a millisecond; 4 MB
+            on a CPU, which stay in the cores' caches.
         comm_dtype: the type in which gradients are sent and summed; by default their own.
         recorder: is told of each bucket's `all_reduce`: if it travels while backward runs, from its
             start to its result, else of averaging it in `finish`; and of the `barrier` after that.
@@ -197,7 +198,7 @@ class GradientBuckets:
             raise ValueError("the model has no parameter that requires a gradient")
         self.recorder = recorder
         device = trained[0].device
-        most = bucket_bytes or default_bucket_bytes(device)
+        most = bucket_bytes or (4 if device.type == "cpu" else 25) << 20
         separate = set(apart)  # only looked up in: its order may differ between ranks
         groups = in_groups([p for p in trained if p not in separate], most)
         groups += [[p] for p in trained if p in separate]
@@ -344,12 +345,6 @@ class DistributedDataParallel(nn.Module):
                     f"rank {rank} has another module than rank 0, see {names}; all ranks must "
                     "construct the same one"
                 )
-
-
-def default_bucket_bytes(device: torch.device) -> int:
-    """The largest bucket: 25 MB on a GPU, as in PyTorch, since each is a few kernels and GPUs fill
-    it in a millisecond; 4 MB on a CPU, which stay in the cores' caches."""
-    return (4 if device.type == "cpu" else 25) << 20
 
 
 def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:

@@ -125,20 +125,26 @@ class SharedMemory:
         """A zeroed buffer of `nbytes` for every rank of the group; None if they cannot share
         memory. All ranks must call it together, and all get the same answer. The system allocates
         each page when it is first written to."""
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         secret = os.urandom(16)  # tells this run's file from another one at the same path
-        mine = _create(secret, nbytes)
-        places: list[Any] = [None] * world_size
-        dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{mine}", secret), group)
-        files = [mine if r == rank else _attach(*places[r]) for r in range(world_size)]
+        own = _create(secret, nbytes)
+        pipes = {r: os.pipe() for r in range(size) if r != rank}  # to read from, to write to
+        folder = f"/proc/{os.getpid()}/fd"
+        writers = {r: f"{folder}/{writer}" for r, (_, writer) in pipes.items()}
+        by_rank: list[Any] = [None] * size
+        dist.all_gather_object(by_rank, (f"{folder}/{own}", secret, writers), group)
+        files = [own if r == rank else _attach(*by_rank[r][:2]) for r in range(size)]
+        attached = [r for r in pipes if files[r] != -1]  # a rank of this machine
+        outboxes = {r: os.open(by_rank[r][2][rank], os.O_WRONLY) for r in attached}
         everywhere = torch.tensor(int(-1 not in files))  # so far, on this rank
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
+        for _, writer in pipes.values():  # all have opened what they need of this rank
+            os.close(writer)  # only the peer can write now, so that its end shows
+        inboxes = {r: reader for r, (reader, _) in pipes.items()}
         if everywhere:
-            others = [r for r in range(world_size) if r != rank]
-            return cls(files, nbytes, rank, *_open_pipes(others, group), group)
-        for file in files:  # after the all-reduce nobody opens mine any more
-            if file != -1:
-                os.close(file)
+            return cls(files, nbytes, rank, inboxes, outboxes, group)
+        for file in {*files, *inboxes.values(), *outboxes.values()} - {-1}:
+            os.close(file)
         return None
 
     def announce(self, *call: object) -> Wait:
@@ -215,23 +221,6 @@ def require_agreement(same: bool) -> None:
             "the ranks diverged: all must make the same calls in the same order, with tensors of "
             "the same size and type; a rank that has no examples makes them, too"
         )
-
-
-def _open_pipes(
-    peers: Sequence[int], group: dist.ProcessGroup | None
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Pipes from and to some ranks of this machine, which name this one, too. All ranks of the
-    group must call it together. Returns, by rank, the ends to read from and those to write to."""
-    pipes = {r: os.pipe() for r in peers}  # (to read from, to write to)
-    own = {r: f"/proc/{os.getpid()}/fd/{writer}" for r, (_, writer) in pipes.items()}
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group)  # by rank, then by peer
-    rank = dist.get_rank(group)
-    outboxes = {r: os.open(everyone[r][rank], os.O_WRONLY) for r in pipes}
-    dist.barrier(group)  # all have opened theirs
-    for _, writer in pipes.values():
-        os.close(writer)  # only the peer can write now, so that its end shows
-    return {r: reader for r, (reader, _) in pipes.items()}, outboxes
 
 
 def _create(secret: bytes, nbytes: int) -> int:
