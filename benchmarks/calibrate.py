@@ -167,7 +167,7 @@ def calibrate() -> dict[str, Any]:
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
         "network_falls": 0.0, "collective_us": 0.0, "message_us": round(hop * 1e6, 1),
         "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
-        "reserve_gb": round(found["peak"], 3), "backward": "early",
+        "reserve_gb": round(found["peak"], 3),
         "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip
 

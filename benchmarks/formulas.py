@@ -189,9 +189,9 @@ def pipeline_bubble(stages: int, microbatches: int, work: float = 1) -> Fraction
 
     Args:
         work: the clocks of a rank's work on a micro-batch, if the next rank can start one clock
-            after it: 1 for GPipe and 1F1B (F and B as one clock), and 1.5 with early gradients; 3
-            for ZB-H1 (F, I, W); 6 for ZB-V (of two chunks); v for interleaved 1F1B with v chunks,
-            and 1.5 v. All but GPipe and 1F1B: m >= n.
+            after it: 1 for GPipe and 1F1B (F and B as one clock); 3 for ZB-H1 (F, I, W); 6 for
+            ZB-V (of two chunks); v for interleaved 1F1B with v chunks. All but GPipe and 1F1B:
+            m >= n.
     """
     return Fraction(stages - 1) / (Fraction(work) * microbatches + stages - 1)
 

@@ -19,7 +19,7 @@ Cost: about 0.1 ms per action for Python and thread wake-ups, and
 
               idle part of the time     micro-batches held by stage s
     forward   (n-1)/(m+n-1)             m
-    1f1b      2(n-1)/(3m+2(n-1))        at most min(m, n-s)
+    1f1b      (n-1)/(m+n-1)             at most min(m, n-s)
     zb        (n-1)/(3m+n-1)            at most min(m, n)
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from pipeline.schedules.catalogue import as_written, find
+from pipeline.schedules.catalogue import find
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
@@ -63,10 +63,9 @@ class Memory(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _prepared(schedule: str, n: int, m: int, chunks: int | None, early: bool) -> Simulator:
-    """Prepared once per schedule and size. ``early``: gradients are sent before those of the
-    weights are computed, as by this project's programs, where other trainers compute both."""
-    return Simulator((find if early else as_written)(schedule, chunks)(n, m))
+def _prepared(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
+    """Prepared once per schedule and size."""
+    return Simulator(find(schedule, chunks)(n, m))
 
 
 class PricedStage(NamedTuple):
@@ -130,8 +129,7 @@ class PricedStep:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
         at, pp = self.layout, self.layout.pp
         name, chunks = (at.schedule, at.chunks) if pp > 1 else (Layout.schedule, None)
-        early = self.machine.backward == "early"
-        return _prepared(name, pp, num_microbatches, chunks, early)
+        return _prepared(name, pp, num_microbatches, chunks)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
         layout, dp = self.layout, self.replicas
@@ -195,9 +193,9 @@ class PricedStep:
         forward, backward, late = (
             [stage.passes[k].seconds for stage in self.stages] for k in range(3)
         )
-        early = [whole - part for whole, part in zip(backward, late, strict=True)]
+        of_input = [whole - part for whole, part in zip(backward, late, strict=True)]
         return Work(
-            with_times(forward, early, late), lambda _: self.message,
+            with_times(forward, of_input, late), lambda _: self.message,
             overlap=self.overlapped,
             exchange=lambda s: self.stages[s].exchange,
             overlap_exchange=self.overlapped,

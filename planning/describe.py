@@ -218,8 +218,6 @@ class Machine:
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
     overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
-    # early: gradients are sent before those of the weights
-    backward: Annotated[str, ("whole", "early")]
     attention: Annotated[str, ("flash", "unfused")]
     loss: Annotated[str, ("fused", "plain")]
     balance: Annotated[str, ("uniform", "auto")]  # of stages

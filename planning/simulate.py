@@ -229,13 +229,6 @@ class Simulation:
         for action in self.simulator.actions:
             sums[action.kind].append(seconds(action))
         mean = {kind: sum(all_) / len(all_) for kind, all_ in sums.items()}
-        if Kind.BACKWARD in mean and Kind.BACKWARD_INPUT in mean:  # some whole, some in halves
-            total = sum(sum(all_) for kind, all_ in sums.items() if kind is not FORWARD)
-            whole = total / (len(sums[Kind.BACKWARD]) + len(sums[Kind.BACKWARD_INPUT]))
-            i, w = mean[Kind.BACKWARD_INPUT], mean[Kind.BACKWARD_WEIGHT]
-            part = whole * i / ((i + w) or 1)  # halves take as long together as a whole one
-            mean |= {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: part}
-            mean[Kind.BACKWARD_WEIGHT] = whole - part
         again = sum(map(self.work.recompute, range(stages))) / stages
         return self.simulator.run(Work(lambda a: mean[a.kind], recompute=lambda _: again))
 

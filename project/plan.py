@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedules.catalogue import SCHEDULES, as_written, find
+from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Action
 from planning import search
@@ -119,7 +119,6 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--transfer", type=float, default=0.0, help="a message between neighbours; default: 0")
     option("--no_overlap", **values_of(bool), help="messages hold up their sender")
     option("--exchange_after", **values_of(bool), help="the exchange waits for the last backward")
-    option("--early_gradients", **values_of(bool), help="send gradients before W")
     option("--timeline", **values_of(bool), help="with --json: every action, too")
     for made in commands.choices.values():
         made.add_argument("--json", action="store_true", help="JSON: docs/planning_details.md")
@@ -215,8 +214,7 @@ def per_rank(text: str, name: str, n: int, chunks: int = 1) -> list[float]:
 def run_simulate(args: argparse.Namespace) -> None:
     """Times a schedule."""
     n, m = args.num_devices, args.num_microbatches
-    make = find if args.early_gradients else as_written
-    simulator = Simulator(make(args.schedule, args.chunks)(n, m))
+    simulator = Simulator(find(args.schedule, args.chunks)(n, m))
     ranks, times = simulator.ranks, dict[str, list[float]]()
     for name in PER_RANK:
         dealt = per_rank(getattr(args, name), name, n, len(ranks) // n)

@@ -4,10 +4,10 @@
     interleaved                v stages per rank, in loops: --chunks v   chunks.py
     zbv vhalf vmin             two stages per rank, in a V
 
-A schedule that is found by its name sends each gradient before it computes those of the weights
-(`early`). Threads and processes run this list, and the same list is validated and drawn beside what
-was measured. `sequential` has whole backwards: a baseline in which no two stages ever work at once.
-A schedule that is given as a function runs as it is.
+A name means what the paper of that name says: backwards are whole in `gpipe`, `1f1b` and
+`interleaved`, and in two halves in the others. `sequential` is a baseline in which no two stages
+ever work at once. Threads and processes run these lists, which are validated, and drawn beside what
+was measured; a schedule that is given as a function runs as it is, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .schedule import (
     Action,
     BuildSchedule,
     Schedule,
-    early,
     gpipe,
     in_order,
     one_f_one_b,
@@ -61,23 +60,13 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     return own
 
 
-def as_written(name: str, chunks: int | None = None) -> BuildSchedule:
-    """The schedule called ``name`` as its function makes it: backwards are whole unless it splits
-    them, as in other trainers.
-
-    Raises ValueError like `chunks_of`.
-    """
-    chunks = chunks_of(name, chunks)
-    return partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
-
-
 def find(name: str, chunks: int | None = None) -> BuildSchedule:
     """The schedule called ``name``, a function of the numbers of ranks and micro-batches.
 
     Raises ValueError like `chunks_of`.
     """
-    make = as_written(name, chunks)
-    return make if name == "sequential" else lambda *size: early(make(*size))
+    chunks = chunks_of(name, chunks)
+    return partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
 
 
 def ranks_of_stages(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:

@@ -19,7 +19,7 @@ def peak_alive(schedule: Schedule, held: Callable[[int], float] = lambda _: 1) -
 
 
 def bubble(schedule: Schedule) -> Fraction:
-    """The idle share of all ranks' `clocks`."""
+    """The idle share of all ranks' clocks."""
     slots = [action for row in clock_table(schedule) for action in row]  # ranks x clocks
     return Fraction(slots.count(None), len(slots))
 

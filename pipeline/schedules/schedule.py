@@ -21,7 +21,6 @@ GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds 
 
 1F1B (PipeDream-Flush, Narayanan et al., 2021; Megatron-LM): after a warm-up of n-s-1 forwards a
 stage alternates F and B. The bubble is the same; a stage holds at most min(m, n-s) micro-batches.
-(`--schedule 1f1b` runs the last picture of this text.)
 
     1F1B, 3 stages, 4 micro-batches                     bubble = (n-1)/(m+n-1) = 2/6
     stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -31,25 +30,13 @@ stage alternates F and B. The bubble is the same; a stage holds at most min(m, n
 Zero bubble (Qi et al., 2023, ZB-H1): backward has two halves. The previous stage waits for I, the
 gradient of the input; no stage waits for W, the gradient of the weights, so W fills the gaps. With
 one clock each for F, I and W, 1F1B takes 3m + 3(n-1) clocks and ZB-H1 3m + n-1 (if m >= n). Every
-stage holds as much as 1F1B's first, min(m, n) micro-batches. runtime/linear.py splits
+stage holds as much as 1F1B's first, min(m, n) micro-batches. runtime/linear.py splits the
 backward.
 
     Zero bubble, 3 stages, 4 micro-batches              bubble = (n-1)/(3m+n-1) = 2/14
     stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
-Early gradients: GPipe and 1F1B, too, need not compute W before they hand the gradient on. `early`
-makes every B an I and a W right after it, except where no other rank waits for the gradient: on
-stage 0. A rank still holds as many micro-batches as before. With one clock each for F, I and W, and
-two for B, a step takes 3m + 2(n-1) clocks instead of 3m + 3(n-1). The schedules that have names run
-like this (catalogue.py). The price: from I to W a stage holds the operands of the products of a
-whole micro-batch, where a B frees them layer by layer.
-
-    1F1B with early gradients, 3 stages, 4 micro-batches      bubble = 2(n-1)/(3m+2(n-1)) = 4/16
-    stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-    stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .
-    stage 2: .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .
 
 In every schedule backwards, and both halves, run in the order of the micro-batches. So every
 schedule adds the gradients in the same order and gives the same bits.
@@ -150,18 +137,6 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-def early(schedule: Schedule) -> Schedule:
-    """The same work, in which a gradient leaves for another rank before the weights' gradients are
-    computed: there B becomes I and W. The gradients get the same bits."""
-    ranks = stage_ranks(schedule)
-
-    def kinds(action: Action) -> Sequence[Kind]:
-        leaves = action.stage > 0 and ranks[action.stage - 1] != ranks[action.stage]
-        return _HALVES if action.kind is BACKWARD and leaves else (action.kind,)
-
-    return [[a._replace(kind=kind) for a in actions for kind in kinds(a)] for actions in schedule]
-
-
 def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
     """Forwards only, for evaluation; ``ranks[s]`` has stage s. A rank's stages run in sequence."""
     schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
@@ -207,34 +182,23 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
 
 
 def clock_table(schedule: Schedule) -> list[list[Action | None]]:
-    """Row k: each rank's action in clock k, None if idle. An action takes `clocks`.
+    """Row k: each rank's action in clock k, None if idle. An action takes a clock.
 
     Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
-    num_stages, takes = len(stage_ranks(schedule)), clocks(schedule)
+    num_stages = len(stage_ranks(schedule))
     waiting = [deque(actions) for actions in schedule]  # by rank
-    busy: list[list[Action]] = [[] for _ in schedule]  # by rank: its action, per clock left
     done: set[Action] = set()  # ended before this clock
     rows: list[list[Action | None]] = []
-    while any(waiting) or any(busy):
-        for rest, left in zip(waiting, busy, strict=True):  # all start at the same time
-            if rest and not left and done.issuperset(dependencies(rest[0], num_stages)):
-                first = rest.popleft()
-                left += [first] * takes[first.kind]
-        if not any(busy):  # nobody can start, now or ever
+    while any(waiting):
+        ready = [rest and done.issuperset(dependencies(rest[0], num_stages)) for rest in waiting]
+        if not any(ready):  # nobody can start, now or ever
             stuck = (f"{rest[0]} on stage {rest[0].stage}" for rest in waiting if rest)
             raise ValueError(f"deadlock: what comes first never can: {', '.join(stuck)}")
-        rows.append([left.pop() if left else None for left in busy])
-        for action, left in zip(rows[-1], busy, strict=True):
-            if action is not None and not left:
-                done.update(ended_with(action))
+        row = [rest.popleft() if now else None for rest, now in zip(waiting, ready, strict=True)]
+        done.update(end for action in row if action for end in ended_with(action))
+        rows.append(row)
     return rows
-
-
-def clocks(schedule: Schedule) -> dict[Kind, int]:
-    """The clocks of each kind of action: one; a whole backward takes two beside split ones."""
-    halved = any(action.kind in _HALVES for actions in schedule for action in actions)
-    return {kind: 2 if kind is BACKWARD and halved else 1 for kind in Kind}
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
@@ -280,5 +244,4 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
 def in_order(schedule: Schedule) -> list[Action]:
     """The actions of all ranks in order of their clocks: each comes after its dependencies. So one
     worker can do the actions of several ranks in this order without deadlock."""
-    slots = [action for row in clock_table(schedule) for action in row if action is not None]
-    return list(dict.fromkeys(slots))  # once, if it takes two clocks
+    return [action for row in clock_table(schedule) for action in row if action is not None]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_alive
-from pipeline.schedules.schedule import FORWARD, Action, clocks
+from pipeline.schedules.schedule import FORWARD, Action
 from planning.simulate import Simulation, Simulator, Work
 from training.launch.errors import UserError
 from training.timeline import COMMUNICATION, EVENT_KINDS, Event
@@ -19,8 +19,8 @@ from .runs import ACTIONS, Workers, bubbles, duration
 from .style import COLOURS, FAINT, legend, picture
 
 MEANING = (
-    "F0 forward; B0 backward, two clocks beside I and W; I0 backward, gradient of the input; W0 "
-    "backward, gradients of the weights; 0: the micro-batch; a, b: the rank's chunks; . idle"
+    "F0 forward; B0 backward, or its halves: I0, gradient of the input, and W0, gradients of the "
+    "weights; 0: the micro-batch; a, b: the rank's chunks; . idle"
 )
 
 
@@ -37,8 +37,7 @@ def plot_schedule(
     except ValueError as error:
         raise UserError(str(error)) from None
     print(as_text(schedule), MEANING, sep="\n")
-    takes = clocks(schedule)
-    step = Simulator(schedule).run(Work(lambda action: float(takes[action.kind])))
+    step = Simulator(schedule).run(Work(lambda _: 1.0))
     chunks = len(step.simulator.ranks) // num_ranks
     title = f"{name}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
     title += f"{float(bubble(schedule)):.0%} idle"

@@ -201,19 +201,15 @@ def test_logits_and_what_is_computed_again_are_not_there_together() -> None:
         assert (moments[0] > moments[1]) == (vocab > 1000)
 
 
-def test_early_gradients_fill_a_pipeline_faster_and_wait_for_the_weights() -> None:
-    """As of this project's programs. 1F1B's first of 4 stages holds 4 micro-batches either way; a
-    stage that splits its backward also holds, of one, the gradients of its products: of q, k, v,
-    the heads' output, the MLP's two, 3, 1, 4 and 1 times the width."""
+def test_what_splits_its_backward_holds_gradients_of_products() -> None:
+    """Under zero bubble, of one micro-batch: of q, k, v, the heads' output, the MLP's two, 3, 1, 4
+    and 1 times the width. 1F1B's first of 4 stages holds 4 micro-batches either way."""
     layout = Layout(4, pp=4, batch_size=64, micro_batch=4)
-    whole, early = (
-        PricedStep(MODEL, layout, replace(A100, backward=word)) for word in ("whole", "early")
-    )
-    assert early.seconds < whole.seconds
-    assert early.bubble < whole.bubble
-    more = [a.working - b.working for a, b in zip(early.memory, whole.memory, strict=True)]
+    whole, split = (PricedStep(MODEL, replace(layout, schedule=s), A100) for s in ("1f1b", "zb"))
+    assert split.seconds < whole.seconds
+    assert split.bubble < whole.bubble
     late = 6 * 4 * 1024 * 9 * 1024 * 2  # blocks, sequences, positions, width, bytes
-    assert more[:3] == [0, late, late]  # nobody waits for the first stage's gradient
+    assert split.memory[0].working - whole.memory[0].working == late
 
 
 def test_nothing_runs_beside_the_computation_of_a_core() -> None:
@@ -258,7 +254,7 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         )  # fmt: skip
         where = replace(
             machine(draw.choice(("a100-80gb", "h100"))), skew=draw.choice((0, 0.2)),
-            overlap=overlap, backward=draw.choice(("whole", "early")),
+            overlap=overlap,
         )  # fmt: skip
         step = PricedStep(MODEL, layout, where)
         simulated = step.simulator(m).run(step.work()).seconds

@@ -52,12 +52,12 @@ def shuffled(draw: random.Random) -> Schedule:
 
 
 def schedule_of(draw: random.Random) -> Schedule:
-    """A named schedule of random size, with or without early gradients, or one without a name."""
+    """A named schedule of random size, or one without a name."""
     if draw.random() < 0.4:
         return shuffled(draw)
     name, n = draw.choice([*SCHEDULES]), draw.randint(1, 6)
     m = n * draw.randint(1, 3) if name == "interleaved" else draw.randint(1, 14)
-    return (find(name) if draw.random() < 0.5 else SCHEDULES[name])(n, m)
+    return find(name)(n, m)
 
 
 def work_of(draw: random.Random, stages: int) -> dict[str, Any]:

@@ -202,24 +202,24 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     line = f"schedule --schedule=1f1b --num_devices=3 --n_chunk=4 --output={path}"
     assert plot.draw_figure(plot.parse_plot(line.split())) == [path]
     *printed, meaning = capsys.readouterr().out.splitlines()
-    assert meaning.startswith("F0 forward; B0 backward, two clocks beside I and W; I0 backward, ")
+    assert meaning.startswith("F0 forward; B0 backward, or its halves: I0, gradient of the input")
     assert printed == [
-        "stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3",
-        "stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .",
-        "stage 2: .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .",
+        "stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
+        "stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
+        "stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
     ]
     fig = drawn["1f1b.png"]
     (ax,) = fig.axes
-    actions = [box for box in boxes(ax) if box.get_width() < 16]  # the others are the rows
-    cells = [["."] * 16 for _ in range(3)]
-    kinds = "FBIW"  # in the order in which they come, from the first row on
+    actions = [box for box in boxes(ax) if box.get_width() < 12]  # the others are the rows
+    cells = [["."] * 12 for _ in range(3)]
+    kinds = "FB"  # in the order in which they come, from the first row on
     colours = list(dict.fromkeys(box.get_facecolor() for box in actions))
     for box, number in zip(actions, inside(ax), strict=True):
         row, clock = round(box.get_y() + box.get_height() / 2), round(box.get_x())
         kind, width = kinds[colours.index(box.get_facecolor())], round(box.get_width())
         cells[row][clock : clock + width] = [kind + number] * width
     assert [line.split()[2:] for line in printed] == cells
-    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 25% idle"
+    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 33% idle"
     assert foot(fig).endswith("a rank holds, at most: 3, 2, 1")
 
 
@@ -304,24 +304,21 @@ def test_a_picture_goes_beside_the_first_run_or_where_it_is_told(drawn: dict[str
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 8, 2(n-1)/(3m+2(n-1)) = 1/4 idle."""
+    """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 9, (n-1)/(m+n-1) = 1/3 idle."""
     folder = write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2, pp=2)
     fig = draw(tmp_path, drawn, "timeline", "pipeline=2")
     measured, ideal = fig.axes
-    assert title(fig) == ("step 2: measured 10000.0 ms, 36.8% idle; ideal 8000.0 ms, 25.0% idle")
+    assert title(fig) == ("step 2: measured 10000.0 ms, 36.8% idle; ideal 9000.0 ms, 33.3% idle")
     assert "world_size 2, pp 2, schedule gpipe, num_microbatches 2" in foot(fig)
     assert [ax.get_title(loc="left") for ax in fig.axes] == ["measured", "ideal"]
     rows = [label.get_text() for label in measured.get_yticklabels()]
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
-    halves = ["backward (input)", "backward (weight)"]
-    assert legend(fig) == [
-        "forward", "backward", *halves, "optimizer", "send", "receive", "idle"
-    ]  # fmt: skip
-    assert inside(ideal) == ["0", "1", "0", "1", "0", "1", "0", "0", "1", "1"]
+    assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "idle"]
+    assert inside(ideal) == ["0", "1", "0", "1"] * 2
     spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
     assert spans == [
-        (0, 8), (0, 1), (1, 2), (4, 6), (6, 8),
-        (0, 8), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7),
+        (0, 9), (0, 1), (1, 2), (5, 7), (7, 9),
+        (0, 9), (1, 2), (2, 3), (3, 5), (5, 7),
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
     first = draw(tmp_path, drawn, "timeline", str(folder), "--step", "1")

@@ -168,14 +168,15 @@ def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
     return " ".join(f"{kind}{i}" for kind, _, i, _, _ in events)
 
 
-def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_are_done(
+def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_weights_are_done(
     ranks: Ranks,
 ) -> None:
     first = "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2 receive-1"
-    halves = "receive0 F0 I0 send0 W0 receive1 F1 I1 send1 W1 receive2 F2 I2 send2 W2 send-1"
     whole = "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1"
-    assert ranks.run(_recorded, "1f1b") == [first, halves]
-    assert ranks.run(_recorded, sched.one_f_one_b) == [first, whole]
+    assert ranks.run(_recorded, "1f1b") == [first, whole]
+    first = "F0 send0 F1 send1 receive0 I0 W0 F2 send2 receive1 I1 W1 receive2 I2 W2 receive-1"
+    halves = "receive0 F0 I0 send0 receive1 F1 I1 send1 W0 receive2 F2 I2 send2 W1 W2 send-1"
+    assert ranks.run(_recorded, sched.zero_bubble) == [first, halves]
 
 
 def _kept_for_sending(rank: int, _: int) -> dict[Any, int]:
