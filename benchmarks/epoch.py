@@ -32,8 +32,8 @@ from project.run_data_parallel import parse_data_parallel
 from project.utils import collate_batch
 from training.launch.launch import launch
 from training.launch.world import World
+from training.layouts.layout import setup_of
 from training.layouts.replicated import Replicated
-from training.layouts.setup import setup_of
 from training.loop import evaluate_loss
 from training.options import Options
 from training.tasks.gpt2 import gpt2_config, gpt2_layers

@@ -20,8 +20,8 @@ from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
 from training.launch.world import World
+from training.layouts.layout import setup_of
 from training.layouts.replicated import Replicated
-from training.layouts.setup import setup_of
 from training.tasks.tokens import eos
 from training.tasks.translation import TranslationTask
 

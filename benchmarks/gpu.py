@@ -54,9 +54,8 @@ from training.launch.errors import counted
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
-from training.layouts.layout import parameters_of
+from training.layouts.layout import Setup, parameters_of, setup_of
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup, setup_of
 from training.optimization import Counts, Optimizers, Recipe
 from training.options import Options
 from training.tasks.language import LanguageTask

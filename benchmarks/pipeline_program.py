@@ -20,7 +20,7 @@ from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write
 from benchmarks.text import benchmark_texts
 from project.run_pipeline import choose_devices, parse_pipeline
 from training.launch.world import World
-from training.layouts.setup import setup_of
+from training.layouts.layout import setup_of
 from training.layouts.threads import StagesInThreads
 from training.tasks.translation import TranslationTask
 

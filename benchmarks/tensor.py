@@ -47,7 +47,7 @@ from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
 from training.launch.launch import launch
 from training.launch.world import World
-from training.layouts.setup import Setup
+from training.layouts.layout import Setup
 from training.layouts.stages import Staged
 from training.options import Options
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets

@@ -41,7 +41,7 @@ from project import rules, stage_rules
 from project.utils import run_program, train_and_finish, translation
 from training.launch.errors import torchrun_world_size
 from training.launch.world import World, choose_device
-from training.layouts.setup import Setup
+from training.layouts.layout import Setup
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.rank import run_rank
 from training.tasks.gpt2 import PRESETS

@@ -40,15 +40,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.checkpoint import newest
+from training.checkpoint import newest, weights_of
 from training.files import CHECKPOINTS
 from training.options import Options
 from training.progress import moving
-from training.weights import weights_of
 
 from .launch.world import World
-from .layouts.layout import LaidOutModel
-from .layouts.setup import Setup
+from .layouts.layout import LaidOutModel, Setup
 from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0

@@ -430,6 +430,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: {file} is damaged ({error})") from None
 
 
+def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every weight by name, whole, in this process."""
+    found = {
+        name.removeprefix("model."): torch.empty(t.size, dtype=t.properties.dtype)
+        for name, t in checkpoint.tensors.items()
+        if name.startswith("model.")
+    }
+    held = [Held.whole(f"model.{name}", t) for name, t in found.items()]
+    Saver(checkpoint.folder.parent).load(checkpoint, held)
+    return found
+
+
 # `.metadata` is a pickle, which can run code: it is read with these classes alone. The entries of a
 # checkpoint are tensors; torch reads their values without unpickling anything else.
 _CLASSES = {

@@ -30,14 +30,13 @@ from training.optimization import ADVICE, Counts, Optimizers, Recipe
 from training.options import Options
 from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
-from training.seeds import stream
+from training.tasks.task import stream
 from training.timeline import profiled
 
 from .launch import notice
 from .launch.errors import RunError
 from .launch.world import World
-from .layouts.layout import LaidOutModel
-from .layouts.setup import Setup
+from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, TrainingTask
 

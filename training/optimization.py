@@ -19,7 +19,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,14 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.float64 import device_of_float64
+from runtime.waits import device_of_float64
 from training.options import Options
 
 from .launch.errors import RunError, UserError, counted, works
 from .launch.world import World
-from .layouts.layout import OnWorkers
 from .tasks.task import to_device
 
+OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
+"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 

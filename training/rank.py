@@ -22,8 +22,7 @@ from training.results import Results, options_of
 from .launch.compare_ranks import check_same, run_things
 from .launch.errors import counted
 from .launch.world import World
-from .layouts.layout import LaidOutModel
-from .layouts.setup import Setup, setup_of
+from .layouts.layout import LaidOutModel, Setup, setup_of
 from .optimization import check_warmup
 from .resume import Resume, find_resume
 from .tasks.task import TrainingTask

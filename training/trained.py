@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.float64 import device_of_float64
 from runtime.meta import materialize, names_of
-from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint
+from runtime.waits import device_of_float64
+from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, OPTIONS, writing
-from training.weights import weights_of
 
 from .launch.errors import UserError
 from .tasks.pretrained import check_pretrained, first_sentence

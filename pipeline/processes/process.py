@@ -49,12 +49,12 @@ from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
-from runtime.float64 import device_of_float64
 from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
+from runtime.waits import device_of_float64
 
 from .links import PeerError
 from .neighbours import Neighbours

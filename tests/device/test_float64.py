@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import float64
+from runtime import waits
 from tests.device.session import on_device
 from tests.equivalence.compare import laid_out
 from tests.equivalence.table import find
@@ -34,7 +34,10 @@ def without_float64() -> Iterator[None]:
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         return new(cls, raw, at)
 
-    with patch.object(DeviceTensor, "__new__", made), patch.object(float64, "WITHOUT", ("cuda",)):
+    with (
+        patch.object(DeviceTensor, "__new__", made),
+        patch.object(waits, "WITHOUT_FLOAT64", ("cuda",)),
+    ):
         yield
 
 

@@ -23,9 +23,8 @@ from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel
+from training.layouts.layout import LaidOutModel, Setup, setup_of
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup, setup_of
 from training.layouts.threads import StagesInThreads
 from training.loop import train
 from training.optimization import Optimizers, Recipe

@@ -37,8 +37,7 @@ from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
 from tests.ranks import end_groups, sharing
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel
-from training.layouts.setup import Setup
+from training.layouts.layout import LaidOutModel, Setup
 from training.loop import seed_step, train
 from training.optimization import Optimizers, Recipe, make_optimizer
 from training.resume import NO_RESUME, Saving, find_resume

@@ -20,8 +20,8 @@ from transformers import GPT2LMHeadModel
 from tests.equivalence.problems import DECAY, EPS, SEED, Noise, Problem, Sentences
 from training.check import plain_steps
 from training.launch.world import World
-from training.seeds import stream
 from training.tasks.gpt2 import Sequences, gpt2_layers
+from training.tasks.task import stream
 from training.tasks.vgg import vgg16
 
 Key = tuple[str, str, int]

@@ -23,10 +23,10 @@ from data_parallel.dataset import shuffled_indices
 from project.train import TrainOptions
 from training.launch.world import World
 from training.options import Options
-from training.seeds import stream
 from training.tasks.gpt2 import generator_for, gpt2_config, initializer
 from training.tasks.pictures import Pictures, PictureSets
 from training.tasks.sequences import CPU_POSITIONS
+from training.tasks.task import stream
 from training.tasks.tokens import PAD, Encoded
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask, initialize_vgg_parameter

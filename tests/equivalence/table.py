@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_map
 from runtime.mesh import make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel
+from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
 from training.layouts.threads import BlocksInThreads, StagesInThreads

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from project import generate, run_data_parallel, run_pipeline, train
 from tests.ranks import Ranks
-from training.checkpoint import newest
+from training.checkpoint import newest, weights_of
 from training.launch.errors import RunError
 from training.launch.world import World, choose_device
 from training.results import Totals
@@ -29,7 +29,6 @@ from training.resume import Saving
 from training.tasks import texts
 from training.tasks.any_text import END
 from training.tasks.generation import continue_all
-from training.weights import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {

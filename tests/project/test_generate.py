@@ -83,7 +83,7 @@ def test_weights_are_rounded_for_a_device_without_float64(
 ) -> None:
     copied = deepcopy(trained)
     monkeypatch.setattr("training.trained._of_transformers", lambda _: copied)
-    monkeypatch.setattr("runtime.float64.WITHOUT", (without,))
+    monkeypatch.setattr("runtime.waits.WITHOUT_FLOAT64", (without,))
     assert load_trained("nowhere", "meta")[0].dtype == getattr(torch, dtype)
 
 
@@ -142,7 +142,7 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
     # Where a file was altered, the checkpoint before would do; there is none.
     with (checkpoint / "state.json").open("a") as file:
-        file.write(" ")
+        file.write("]")
     refused(r"^work: every checkpoint of this run is damaged \(.*state", load_trained, "work")
     shutil.rmtree("work/checkpoints")
     refused("^work: this run has no checkpoint yet; there is one aft", load_trained, "work")

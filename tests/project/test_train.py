@@ -14,9 +14,9 @@ from project.figures.runs import Run
 from tests.project.programs import TINY, VGG, course_commands, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
+from training.checkpoint import weights_of
 from training.layouts.replicated import Replicated
 from training.tasks.vgg import vgg16
-from training.weights import weights_of
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

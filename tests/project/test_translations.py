@@ -27,7 +27,7 @@ from tests.project.programs import (
 )
 from training.launch.world import World
 from training.layouts.choose import lay_out
-from training.layouts.setup import setup_of
+from training.layouts.layout import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu
 from training.tasks.task import whole_model

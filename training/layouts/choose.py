@@ -17,9 +17,8 @@ from runtime.mesh import make_mesh
 from training.launch.world import World
 from training.tasks.task import TrainingTask
 
-from .layout import LaidOutModel
+from .layout import LaidOutModel, Setup
 from .replicated import Replicated
-from .setup import Setup
 from .sharded import Sharded
 from .stages import Staged
 

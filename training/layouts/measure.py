@@ -20,7 +20,7 @@ from runtime.meta import materialize, names_of
 from training.launch.world import World
 from training.tasks.task import TrainingTask
 
-from .setup import Setup
+from .layout import Setup
 
 
 def stage_sizes(

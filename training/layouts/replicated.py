@@ -27,8 +27,7 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import Held, LaidOutModel
-from .setup import Setup
+from .layout import Held, LaidOutModel, Setup
 
 
 class Recomputed(nn.Sequential):

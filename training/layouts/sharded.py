@@ -19,8 +19,7 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Held, parameters_of
-from .setup import Setup
+from .layout import Held, Setup, parameters_of
 from .tensor import MeshLayout
 
 

@@ -27,9 +27,8 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Held, parameters_of, state_bytes
+from .layout import Held, Setup, parameters_of, state_bytes
 from .measure import cut_in_words, stage_sizes
-from .setup import Setup
 from .tensor import MeshLayout
 
 

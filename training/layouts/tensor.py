@@ -36,8 +36,7 @@ from training.launch.world import World
 from training.tasks.generation import greedy
 from training.tasks.task import TrainingTask
 
-from .layout import Held, LaidOutModel
-from .setup import Setup
+from .layout import Held, LaidOutModel, Setup
 
 
 class CutTask:

@@ -28,9 +28,8 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import Held, LaidOutModel
+from .layout import Held, LaidOutModel, Setup
 from .measure import cut_in_words, split_by, stage_sizes
-from .setup import Setup
 
 
 class _InOneProcess(LaidOutModel):

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from runtime.dropout import Keys, attention, dropout, site_of
 from training.launch.errors import UserError
-from training.seeds import stream
+from training.tasks.task import stream
 
 from .cache import Cache
 

@@ -32,7 +32,7 @@ from training.launch.errors import counted
 from training.launch.world import World
 from training.options import Options
 from training.progress import moving
-from training.seeds import stream
+from training.tasks.task import stream
 
 from .generation import continue_all
 from .gpt2 import (

@@ -7,6 +7,8 @@ outputs. Layouts see layers, inputs and targets, never what they mean.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EVAL_BATCH = 64  # examples that a rank evaluates together
+
+
+def stream(seed: int, purpose: str, *numbers: int | str) -> int:
+    """The seed, 0 ... 2^63 - 1, of one of a run's independent random streams: a hash of its
+    purpose. (Sums such as seed + epoch overlap: epoch 1 of seed 0 would be epoch 0 of seed 1.)
+
+    Equal arguments give the same stream on every machine and in every process. torch's CPU
+    generator uses the low 32 bits of its seed, so two of its streams coincide with probability
+    2^-32. Python's uses all.
+
+    Args:
+        seed: of the run.
+        purpose: in words: "data order", "dropout", "initial weights".
+        numbers: which of that purpose's streams: an epoch, a rank, a parameter's name.
+    """
+    key = json.dumps([seed, purpose, *numbers]).encode()  # unambiguous: [1, 12] is not [11, 2]
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from data_parallel.dataset import even_slices, partition_dataset
 from training.launch.world import World
 from training.options import VGG, Options
-from training.seeds import stream
+from training.tasks.task import stream
 
 from .gpt2 import generator_for
 from .pictures import Pictures, PictureSets, to_inputs

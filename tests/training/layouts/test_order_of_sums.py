@@ -26,7 +26,7 @@ from tests.equivalence.problems import Sentences
 from tests.ranks import Ranks, sharing
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
-from training.layouts.setup import Setup
+from training.layouts.layout import Setup
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
 from training.options import Options

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.equivalence.problems import Sentences
 from training.launch.world import World
+from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
-from training.layouts.setup import Setup
 from training.options import Options
 
 
