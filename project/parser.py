@@ -20,7 +20,7 @@ import yaml
 from docstring_parser import parse_from_object
 
 from project.command_line import Parser, is_it, underscored
-from training.launch.errors import exit_on_signals, open_streams
+from training.launch.errors import exit_on_signals, open_streams, refuse
 from training.options import O, Options, flag
 
 # What options are called by the courses.
@@ -78,6 +78,8 @@ def begin(kind: type[Options], description: str | None) -> None:
     torch is imported, which takes seconds."""
     exit_on_signals()
     open_streams()
+    if sys.flags.optimize > 1:
+        refuse("python -OO removes docstrings, which transformers reads; python -O works\n")
     parse_options(kind, description)
 
 

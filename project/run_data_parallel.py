@@ -47,7 +47,7 @@ from training.loop import train
 from training.optimization import Optimizers, Recipe
 from training.rank import Rank, run_rank
 from training.results import options_of
-from training.workdir import alone_in_workdir, claim_folders
+from training.workdir import alone_in_workdir
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
@@ -63,7 +63,6 @@ def parse_data_parallel(
     rules.require(args, rules.rules(args, args.world_size))
     rules.require(args, rules.of_recompute(args, one_at_a_time=True))
     rules.require(args, rules.of_model(args))
-    claim_folders(args)  # last, since it makes folders
     return args
 
 

@@ -46,7 +46,7 @@ from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.rank import run_rank
 from training.tasks.gpt2 import PRESETS
 from training.tasks.task import TrainingTask
-from training.workdir import alone_in_workdir, claim_folders
+from training.workdir import alone_in_workdir
 
 THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
 
@@ -61,7 +61,6 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
     rules.require(args, of_pipeline(args))
-    claim_folders(args)  # last, since it makes folders
     return args
 
 

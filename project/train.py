@@ -92,7 +92,7 @@ from training.tasks.task import TrainingTask
 from training.tasks.texts import SPLITS
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
-from training.workdir import alone_in_workdir, claim_folders
+from training.workdir import alone_in_workdir
 
 AXIS = {  # of the strategies whose ranks are all on one
     "single": "dp", "ddp": "dp", "fsdp": "dp", "pipeline": "pp", "model": "pp", "tensor": "tp",
@@ -106,7 +106,6 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
     rules.require(given, rules.only_some(given, typed, args))
     args = rules.settled(settled_strategy(args))
     rules.require(args, train_rules.of_strategy(args))
-    claim_folders(args)  # last, since it makes folders
     return args
 
 

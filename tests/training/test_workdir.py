@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,11 +60,22 @@ def test_nothing_half_written_stays_but_what_other_ranks_may_be_writing(
     with pytest.raises(Interrupted), alone_in_workdir(args):
         raise Interrupted(128 + signal.SIGTERM)
     assert (files(), names_in(".")) == (list(WHOLE), ["work"])
-    assert capsys.readouterr().err == "\nInterrupted; --resume continues from 000001-epoch0.\n"
-    shutil.rmtree("work/checkpoints/000001-epoch0")
-    with alone_in_workdir(args):
-        pass
-    assert not Path("work/checkpoints").exists()
+    assert capsys.readouterr().err == (
+        "\nInterrupted; --resume continues from 000001-epoch0. (Ctrl-C saves nothing; SIGTERM "
+        "saves the step first, and --save_every every so many.)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "left"), [("mine/work", ["mine", "mine/work"]), ("mine", ["mine"])]
+)
+def test_only_empty_folders_that_the_run_has_made_go(there: str, left: list[str]) -> None:
+    Path(there).mkdir(parents=True)
+    with pytest.raises(UserError), alone_in_workdir(Options(workdir=Path("mine/work"))):
+        raise UserError("there are no data")
+    with alone_in_workdir(Options(workdir=Path("other/work/3"))):
+        Path("other/notes.txt").touch()
+    assert sorted(str(path) for path in Path().rglob("*")) == [*left, "other", "other/notes.txt"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
