@@ -26,10 +26,9 @@ from typing import Any
 from training.files import METRICS, TENSORBOARD, json_text, write_text, writing
 from training.optimization import Optimizers
 from training.options import Options
-from training.results import options_of
+from training.results import options_of, peak_bytes
 
 from .launch.errors import RunError, UserError
-from .launch.memory import peak_bytes
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shlex
 import statistics
 import sys
@@ -26,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runtime.cores import core_slice
 from training.options import Options
@@ -41,7 +44,6 @@ from .files import (
     write_json,
     writing,
 )
-from .launch.memory import peak_bytes
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
@@ -266,3 +268,13 @@ def spread(values: Sequence[float], unit: str) -> str:
     digits = 1 if statistics.mean(values) < 100 else 0
     deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):,.{digits}f}{deviation} {unit}"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The peak memory of this process: resident, or allocated on a GPU."""
+    if device.type == "cuda":  # torch knows no peak of Apple's
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform == "linux":  # in a child, getrusage's peak starts at its parent's memory
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])  # kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

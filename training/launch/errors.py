@@ -115,10 +115,17 @@ def leave(message: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-def ignore(numbers: Iterable[int]) -> None:
-    """From now on these signals do nothing, here and in the processes that are started."""
+def answer(numbers: Iterable[int], handler: Any) -> None:
+    """From now on the handler is called with each of these signals; or the system's own ending
+    holds (SIG_DFL), or nothing happens (SIG_IGN)."""
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, handler)
+
+
+def heard() -> list[int]:
+    """The signals by which this process may be asked to end; not one that is ignored, as under
+    nohup."""
+    return [number for number in ASKED if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
@@ -145,9 +152,7 @@ def exit_on_signals() -> None:
     """From now on Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end the process at once: while libraries are
     imported, one of which may swallow an exception, and as process 1 of a container, which the
     system does not end by itself. `signals_end` takes over later."""
-    for number in ASKED:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: os._exit(128 + number))
+    answer(heard(), lambda number, _: os._exit(128 + number))
 
 
 @contextmanager
@@ -169,9 +174,11 @@ def signals_end() -> Iterator[None]:
         late[0].start()
         raise Interrupted(128 + number)
 
-    atexit.register(ignore, ASKED)  # the run is over: a signal must not change its status
+    atexit.register(
+        answer, ASKED, signal.SIG_IGN
+    )  # the run is over: a signal must not change its status
     try:
-        with handled([n for n in ASKED if signal.getsignal(n) is not signal.SIG_IGN], end):
+        with handled(heard(), end):
             yield
     finally:
         if late:  # this replaces what writing to a closed terminal may have raised since

@@ -36,7 +36,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
@@ -58,8 +58,8 @@ from .errors import (
     Interrupted,
     RunError,
     UserError,
+    answer,
     format_error,
-    ignore,
     leave,
     say,
     torchrun,
@@ -76,7 +76,6 @@ from .meeting import (
     meet,
     setup,
 )
-from .memory import keep_freed_memory
 from .world import LastAction, World, choose_device, quiet_libraries
 
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, has seen who ended before this rank
@@ -207,10 +206,10 @@ def _rank_main(
 ) -> None:
     """The main of a rank that the program starts. Reports when it is done, or its error."""
     _end_with_parent()
-    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. The others end
-    # a rank, until `notice.heeded`; the program's own handlers are not for it.
-    ignore(OF_TERMINAL)
-    _end_on(set(ASKED) - set(OF_TERMINAL))
+    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Others end a
+    # rank at once, also while it waits in C, until `notice.heeded`.
+    answer(ASKED, signal.SIG_DFL)
+    answer(OF_TERMINAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
     try:
         world = World(rank, settings.world_size, rank, last=last[rank])
@@ -223,16 +222,10 @@ def _rank_main(
     pipe.send((time.monotonic(), None))  # after the barrier: all ranks are done
 
 
-def _end_on(numbers: Iterable[int]) -> None:
-    """From now on these signals end this process at once, also while it waits in C."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_DFL)
-
-
 def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
     """The same for a rank that torchrun starts."""
     _end_with_parent()
-    _end_on(ASKED)
+    answer(ASKED, signal.SIG_DFL)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     last: Any = (LastAction * local_size)()  # of this rank alone
@@ -245,7 +238,7 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
         raise
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
-        ignore([signal.SIGTERM])  # torchrun ends this rank, too
+        answer([signal.SIGTERM], signal.SIG_IGN)  # torchrun ends this rank, too
         say(table(last, rank - local_rank))
         time.sleep(SEEN)
         leave("", 1)
@@ -268,7 +261,7 @@ def _run_rank(
     if cores and not gpu:
         pin(cores)
         torch.set_num_threads(len(cores))
-        keep_freed_memory()
+        _keep_freed_memory()
     with answer_within(2 * settings.timeout, world.rank):  # once for the store, once for the ranks
         store = store_of()
         backend = agree_on_backend(store, world.rank, world.world_size, gpu)
@@ -294,6 +287,16 @@ def _take_gpu(device: torch.device) -> str:
     except RuntimeError as error:  # the driver is older than the CUDA that torch is built for
         why = str(error).splitlines()[0]
         raise UserError(f"torch cannot use this GPU ({why}); --device cpu works") from error
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep the blocks below 32 MiB that this process frees. It would return many to the
+    system after each step and take them back in the next, page by page. Larger ones go back: kept,
+    they would be cut up, and the next large block would take new memory (docs/log.md). Not for
+    workers that are threads, since each would keep its own."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
 
 
 def _end_with_parent() -> None:

@@ -281,7 +281,7 @@ def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
     }  # fmt: skip
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    for name in ("_end_with_parent", "_end_on"):  # of the process that runs tests
+    for name in ("_end_with_parent", "answer"):  # of the process that runs tests
         monkeypatch.setattr(launcher, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
