@@ -26,7 +26,6 @@ from typing import Any
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from project.train import parse_train, read_texts
 from training.launch.world import World
-from training.tasks import any_text as reading
 from training.tasks.tokens import write_tokens
 from training.tasks.translation import TranslationTask
 
@@ -60,7 +59,7 @@ def start(path: Path, workdir: Path) -> tuple[TranslationTask, float]:
         None, f"single --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
         "--n_validation 1000 --n_test 100 --batch_size 64".split(),
     )  # fmt: skip
-    task = TranslationTask(args, World(), read_texts(args))
+    task = TranslationTask(args, World(), read_texts(args, World()))
     return task, time.perf_counter() - began
 
 
@@ -91,12 +90,13 @@ def tokenizing(path: Path, workdir: Path, folder: Path) -> Row:
     """Texts per second into a file, beside `tokenizers` on the same texts in memory."""
     task, _ = start(path, workdir)
     most = 10 * TOGETHER
-    pairs = list(task.texts.splits["train"][:most])
-    task.texts.splits["train"] = task.texts.splits["train"][:most]
+    pairs = list(islice(task.texts.splits["train"], most))
+    task.texts.splits = {"train": pairs}
     backend = task.tokenizer.backend_tokenizer
 
     def ours() -> None:
-        write_tokens(folder, lambda: task.encoded("train"), "uint16")
+        folder.mkdir()
+        write_tokens(folder / "train", task.encoded("train"), "uint16")
         shutil.rmtree(folder)
 
     def theirs() -> None:
@@ -114,7 +114,6 @@ def tokenizing(path: Path, workdir: Path, folder: Path) -> Row:
 
 def run(pairs: int = 200_000, folder: str | None = None) -> list[Row]:
     """Starts three times and prints the table."""
-    reading.BIG = 0  # a copy also of less text
     with tempfile.TemporaryDirectory(dir=folder) as name:
         place = Path(name)
         make_text(place / "small.jsonl", SMALL)
@@ -149,7 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.start:
-        reading.BIG = 0
         text, workdir, steps = options.start
         print(json.dumps(one_start(Path(text), Path(workdir), int(steps))))
     else:

@@ -284,7 +284,7 @@ class _Text:
         ]  # fmt: skip
         self.args = parse_train(None, options)
         self.world = World(device=torch.device("cuda", 0))
-        self.task = LanguageTask(self.args, self.world, read_texts(self.args), None)
+        self.task = LanguageTask(self.args, self.world, read_texts(self.args, self.world), None)
 
     def plain_model(self) -> Any:
         """transformers' own, in training mode."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from training.launch.world import World
 from training.tasks.texts import Texts, load_pairs
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
@@ -15,7 +17,8 @@ def benchmark_texts(n_train: int = 5000, n_validation: int = 1000, n_test: int =
         "train": n_train, "validation": n_validation, "test": n_test
     }  # fmt: skip
     dataset = str(REAL) if REAL.is_dir() else "builtin"
-    return load_pairs(dataset, "de", "en", sizes, world_size=2)
+    with tempfile.TemporaryDirectory() as folder:
+        return load_pairs(dataset, "de", "en", sizes, 2, World(), Path(folder))
 
 
 def text_name() -> str:

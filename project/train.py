@@ -82,14 +82,14 @@ from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.rank import Rank, run_rank
 from training.resume import Resume
-from training.tasks.any_text import AnyTexts, load_texts
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
+from training.tasks.plain_text import load_texts
 from training.tasks.pretrained import Pretrained
 from training.tasks.sequences import FILES
 from training.tasks.task import TrainingTask
-from training.tasks.texts import SPLITS
+from training.tasks.texts import SPLITS, Texts
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
@@ -135,10 +135,12 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
     return stage_rules.settled_chunks(args)
 
 
-def read_texts(args: TrainOptions) -> AnyTexts:
-    """Pairs or documents. Raises UserError if they cannot be read or are too few."""
+def read_texts(args: TrainOptions, world: World) -> Texts:
+    """Pairs or documents. All ranks call it together. Raises UserError if they cannot be read or
+    are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
+    folder = args.workdir / TOKENS
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, world, folder)
     if texts.plain:
         rules.require(args, train_rules.of_plain_text(args))
     return texts
@@ -152,7 +154,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
         fewest = min(len(pictures.train), len(pictures.test))
         rules.require(args, train_rules.of_pictures(args, fewest))
         return PictureTask(args, world, pictures)
-    texts = read_texts(args)
+    texts = read_texts(args, world)
     kind = LanguageTask if texts.plain else TranslationTask
     files = resume.files(FILES) if world.is_main else None
     preset = args.model in PRESETS

@@ -17,7 +17,7 @@ from torch import nn
 
 from project.command_line import as_typed, underscored
 from project.parser import ALIASES
-from training.files import PICTURE, writing
+from training.files import PICTURE, TOKENS, writing
 from training.launch.errors import (
     RunError,
     UserError,
@@ -54,16 +54,18 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_pairs(args: Options) -> Texts:
-    """The pairs of a run. Raises UserError if they cannot be read or are too few."""
+def read_pairs(args: Options, world: World) -> Texts:
+    """The pairs of a run. All ranks call it together. Raises UserError if they cannot be read or
+    are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    return load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp)
+    folder = args.workdir / TOKENS
+    return load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp, world, folder)
 
 
 def translation(args: Options, world: World, resume: Resume) -> TranslationTask:
     """The task of the course's two programs."""
     files = resume.files(FILES) if world.is_main else None
-    return TranslationTask(args, world, read_pairs(args), files)
+    return TranslationTask(args, world, read_pairs(args, world), files)
 
 
 def finish(results: Results) -> None:

@@ -27,8 +27,8 @@ from training.launch.world import World, choose_device
 from training.results import Totals
 from training.resume import Saving
 from training.tasks import texts
-from training.tasks.any_text import END
 from training.tasks.generation import continue_all
+from training.tasks.plain_text import END
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
@@ -103,10 +103,16 @@ def parse(line: str) -> Any:
 
 
 def on_rank(
-    rank: int, world_size: int, line: str, tamper: Tamper | None = None, stop_at: int | None = None
+    rank: int,
+    world_size: int,
+    line: str,
+    tamper: Tamper | None = None,
+    stop_at: int | None = None,
+    local_rank: int | None = None,
 ) -> tuple[str, str | None]:
     """What a rank prints, less pictures, and how it ends: the text of a RunError, or None. With
-    `stop_at` it ends after that step. A translation has ten tokens."""
+    `stop_at` it ends after that step. A translation has ten tokens. The ranks are of one host,
+    unless `local_rank` is 0 on each."""
     program, printed = line.split()[0], io.StringIO()
     after_step = Saving.after_step
 
@@ -127,7 +133,8 @@ def on_rank(
         device = choose_device(args.device, rank, world_size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        world = World(rank, world_size, rank, device)
+        place = rank if local_rank is None else local_rank
+        world = World(rank, world_size, place, device)
         try:
             if program == "run_pipeline":
                 run_pipeline.run_pp(args)

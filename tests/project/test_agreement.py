@@ -42,7 +42,7 @@ def one_is_other(
 ) -> str | None:
     """How a rank's run ends, with a folder of its own and, on rank 1, other options."""
     line += f" --workdir {folder}/host{rank} --world_size {world_size} {other if rank else ''}"
-    return on_rank(rank, world_size, line, tamper)[1]
+    return on_rank(rank, world_size, line, tamper, local_rank=0)[1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ train 3d --dp 2 --balance 2,2 --model gpt2-mini => only a run with stages has it
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
 # languages
-dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
+dp --src fr => it has train.de and train.en, and no train.fr; --src de --tgt en works
 dp --tgt de => two languages are needed, as --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
@@ -159,7 +160,9 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
             if not fits or not {*given.split()[1:]} & {*values.split()}:
                 wrong.append((line, status, said))
     assert wrong == [], wrong
-    # Nothing is left behind.
+    # Nothing is left behind, but what a later start need not read again.
+    assert {path.name for path in Path("workdir").rglob("*.*")} == {"facts.json"}
+    shutil.rmtree("workdir")
     assert names_in(".") == ["a.txt", "empty", "empty.jsonl", "pairs", "stopped", "taken"]
 
 
@@ -253,7 +256,7 @@ def test_what_a_resume_may_change(made: Path) -> None:
     assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
     args = parse(DP + line)
-    resume, fingerprint = find_resume(args), read_pairs(args).fingerprints()["train"]
+    resume, fingerprint = find_resume(args), read_pairs(args, World()).fingerprints()["train"]
     assert resume.checkpoint is not None
     resume.check_data(fingerprint)
     other = f"--resume: {NAME} was trained on other data of the same name; use "

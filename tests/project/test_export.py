@@ -34,7 +34,8 @@ from tests.project.programs import (
 )
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
-from training.tasks.any_text import END
+from training.launch.world import World
+from training.tasks.plain_text import END
 from training.trained import export, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -61,17 +62,18 @@ def pairs(exported: Callable[[str], Path]) -> Path:
 
 def sequences_of(what: str, line: str, tokenizer: Any) -> list[tuple[list[int], int]]:
     """The ids of the validation split, and how many of the first ones are not predicted."""
-    examples: Any = read_texts(parse(f"train single {line}")).splits["validation"]
+    texts = read_texts(parse(f"train single {line}"), World())
     if what == "pairs":
+        examples = texts.splits["validation"]
         assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
         parts = [(pair["de"] + "<eos_de>", pair["en"] + "<eos_en>") for pair in examples]
         ids = [[tokenizer(text)["input_ids"] for text in part] for part in parts]
         return [((source + target)[:25], len(source)) for source, target in ids]
     assert tokenizer.eos_token == tokenizer.pad_token == END
-    assert TEXT.replace("\n" + END, END).rstrip().endswith(END.join(examples))
     stream = [tokenizer.eos_token_id]
-    for text in examples:
+    for text in TEXT.split(END):
         stream += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    stream = stream[len(stream) * 19 // 20 :]  # the last twentieth is held out
     return [(stream[at : at + 17], 1) for at in range(0, len(stream) - 1, 16)]
 
 

@@ -12,8 +12,8 @@ from tests.project.conftest import Learn, Learned
 from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
-from training.tasks.any_text import END
 from training.tasks.language import LanguageTask
+from training.tasks.plain_text import END
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -26,23 +26,28 @@ def one(learned: Learn) -> Learned:
 
 def made(line: str) -> LanguageTask:
     args = parse(f"train single {line}")
-    return LanguageTask(args, World(), read_texts(args))
+    return LanguageTask(args, World(), read_texts(args, World()))
 
 
 def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
+    """But the first of each split: the last twentieth is held out."""
     task = made(f"{one.line} --n_train all --n_validation all")
-    tokenizer, split = task.tokenizer, task.texts.splits["train"]
+    tokenizer, split = task.tokenizer, [*task.texts.splits["train"]]
     end = tokenizer.convert_tokens_to_ids(END)
-    every = [t for text in split for t in (*tokenizer(text)["input_ids"], end)]
-    assert end not in tokenizer("".join(split))["input_ids"]
-    examples = list(task.examples["train"])
-    assert [t for example in examples for t in example.ids[1:]] == every
-    assert {len(example.ids) for example in examples[:-1]} == {17}
-    assert examples[0].ids[0] == end
+    stream = [end]
+    for piece in split:
+        stream += [end] if piece is None else tokenizer(piece)["input_ids"]
+    assert split.count(None) == stream.count(end) - 1 > 0
+    n = len(stream) * 19 // 20
+    for examples, tokens in zip(task.examples.values(), (stream[:n], stream[n:]), strict=True):
+        assert [t for example in examples for t in example.ids[1:]] == tokens[1:]
+        assert {len(example.ids) for example in [*examples][:-1]} <= {17}
+        assert examples[0].ids[0] == tokens[0]
     steps = list(task.steps(0, 0, 1, None))
     labels = [y for step in steps for y in step.targets]
-    assert sorted(torch.cat(labels).tolist()) == sorted(every)
-    assert sum(step.count for step in steps) == len(every)
+    assert sorted(torch.cat(labels).tolist()) == sorted(stream[1:n])
+    assert sum(step.count for step in steps) == n - 1
+    assert task.texts.notes == ["no validation split: 5 % of the text is taken from its end."]
 
 
 def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:

@@ -98,8 +98,9 @@ def descriptors_left(rank: int, world_size: int, folder: Path) -> int:
     full = RunError("its disk is full")
     line = f"run_data_parallel {TINY} --world_size {world_size} --workdir {folder}/{rank}"
     _, error = on_rank(
-        rank, world_size, line, lambda _, p: p.setattr(Results, "begin", Mock(side_effect=full))
-    )
+        rank, world_size, line, lambda _, p: p.setattr(Results, "begin", Mock(side_effect=full)),
+        local_rank=0,
+    )  # fmt: skip
     assert error == "its disk is full"
     gc.collect()
     return psutil.Process().num_fds()

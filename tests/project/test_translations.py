@@ -77,7 +77,8 @@ def of_one_process() -> tuple[list[str], list[int]]:
 
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
     args = parse(line)
-    task = TranslationTask(args, World(rank, world_size, rank), read_pairs(args))
+    world = World(rank, world_size, rank)
+    task = TranslationTask(args, world, read_pairs(args, world))
     task._initialize = large_weights
     return task
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from runtime.waits import DISK_GROUP
 
-from .errors import UserError
+from .errors import RunError, UserError
 
 T = TypeVar("T")
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
@@ -76,11 +77,20 @@ class World:
         communicate. If it raises, rank 0 raises; the others continue."""
         self._while_others_wait(work if self.is_main else None)
 
-    def on_all(self, work: Callable[[], None]) -> None:
-        """Like `on_main`; then it runs work() on every other rank, which may find it done; rank 0
-        waits for them."""
-        self.on_main(work)
-        self._while_others_wait(None if self.is_main else work)
+    def on_hosts(self, work: Callable[[], object]) -> None:
+        """Runs work() on the first rank of every host while the others wait, however long it takes.
+        `work` must not communicate. If it raises UserError or RunError, all ranks raise it."""
+        errors: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                work()
+            except (UserError, RunError) as error:
+                errors.append(error)
+
+        self._while_others_wait(None if self.local_rank else attempt)
+        for error in chain(*self.gather(errors)):
+            raise error
 
     def _while_others_wait(self, work: Callable[[], None] | None) -> None:
         """Runs work() where there is some, until it has ended on all ranks."""

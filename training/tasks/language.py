@@ -15,22 +15,30 @@ Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 20
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from training.launch.errors import UserError
 from training.launch.world import World
 
-from .any_text import END, pieces
+from .plain_text import END
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
-from .tokens import TEXTS_AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
+from .tokens import TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, tokens_of, train_bpe
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
+HELD_OUT = 20  # one part in so many is held out for validation
+
+
+def _before_held_out(size: int) -> int:
+    return min(size * (HELD_OUT - 1) // HELD_OUT, size - 2)
 
 
 class LanguageTask(SequenceTask):
@@ -40,9 +48,11 @@ class LanguageTask(SequenceTask):
     needs_an_epoch = False
 
     def train_tokenizer(self, folder: Path) -> None:
-        """Learns merges within lines."""
-        texts = (text.removesuffix(END) for text in evenly(self.texts.splits["train"]))
-        lines = (line for text in texts for line in text.splitlines(True))
+        """Learns merges within lines, of what is not held out."""
+        train = self.texts.splits["train"]
+        n = len(train) if "validation" in self.texts.splits else _before_held_out(len(train)) or 1
+        parts = (part for part in evenly(islice(train, n), n) if part is not None)
+        lines = (line for part in parts for line in io.StringIO(part, newline="\n"))
         vocabulary, uses = self.args.vocab_size or MAX_VOCAB, self.special_tokens()
         train_bpe(lines, vocabulary, [END], uses).save_pretrained(folder)
 
@@ -50,32 +60,45 @@ class LanguageTask(SequenceTask):
         """The end of a text, which also pads."""
         return {"eos_token": END, "pad_token": END}
 
-    def encoded(self, split: str) -> Iterator[Rows]:
+    def encoded(self, split: str) -> Iterator[tuple[Any, Any]]:
         """Stretches of the stream: an end token at the beginning and after every document."""
-        parts = (part for text in self.texts.documents(split) for part in pieces(text))
-        for ids, sizes in tokens_of(groups(chain([END], parts), TEXTS_AT_ONCE), self.tokenizer):
-            yield Rows(ids, sizes, 0)
+        parts = chain([None], self.texts.splits[split])
+        end = self.tokenizer.convert_tokens_to_ids(END)
+        for some, ids, lengths in tokens_of(groups(parts, TEXTS_AT_ONCE), self.tokenizer):
+            is_end = [part is None for part in some]
+            ids = np.insert(ids, np.cumsum(lengths)[is_end], end)
+            yield ids, [len(ids)]
 
-    def load(self, world: World) -> dict[str, Tokens]:
-        """Sequences of --model_max_length inputs; the last is shorter."""
-        args, examples = self.args, {}
-        length = args.model_max_length
-        for split in self.texts.splits:
-            most = getattr(args, f"n_{split}")
-            found = examples[split] = self.stored(world, split, length, most)
-            n = found.num_tokens - 1  # the first token is not predicted
-            if split == "train" and n < length:
-                raise UserError(
-                    f"--dataset {args.dataset} --model_max_length {length}: the text has {n} "
-                    f"tokens, fewer than one sequence; --model_max_length {max(2, n // 4)} works, "
-                    "or more text"
-                )
-            if len(found) < found.there:
-                self.texts.notes.append(
-                    f"{split}: the first {most:,} of {found.there:,} sequences; --n_{split} all "
-                    "takes all."
-                )
-        return examples
+    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
+        """Sequences of --model_max_length inputs; the last is shorter. Without a validation split,
+        the last tokens are held out for it."""
+        args, length, notes = self.args, self.args.model_max_length, self.texts.notes
+        streams = {split: Stream(folder / split, dtype, length) for split in self.texts.splits}
+        if "validation" not in streams:
+            n = streams["train"].num_tokens
+            cut = _before_held_out(n)
+            for split, tokens in (("train", range(cut)), ("validation", range(cut, n))):
+                streams[split] = Stream(folder / "train", dtype, length, tokens)
+            notes.append(
+                f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
+            )
+        n = len(streams["train"].tokens) - 1  # the first token is not predicted
+        if n < length:
+            shorter = f"--model_max_length {n // 4}, or " if n > 7 else ""
+            raise UserError(
+                f"--dataset {args.dataset} --model_max_length {length}: the text has {max(0, n)} "
+                f"tokens, fewer than one sequence; {shorter}more text, works"
+            )
+        for split, stream in streams.items():
+            whole, most = len(stream), getattr(args, f"n_{split}")
+            stream.most = most
+            if len(stream) < whole:
+                first = f"the first {most:,} of {whole:,} sequences"
+                notes.append(f"{split}: {first}; --n_{split} all takes all.")
+            elif most is not None and whole < most:
+                every = f"all {whole:,} sequences"
+                notes.append(f"{split}: {every}; --n_{split} {most:,} asks for more.")
+        return dict(streams)
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """The perplexity of the validation text, and sample continuations."""

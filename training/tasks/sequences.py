@@ -12,10 +12,9 @@ need no shared folder.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -45,11 +44,11 @@ from .gpt2 import (
     round_vocab,
 )
 from .task import EVAL_BATCH, Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .texts import made_once, place
 from .tokens import (
     TEXTS_AT_ONCE,
     TOKENIZER_FILES,
     Encoded,
-    Rows,
     Tokens,
     collate_batch,
     load_tokenizer,
@@ -91,7 +90,7 @@ class SequenceTask(TrainingTask, ABC):
         self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
-        self.examples: Mapping[str, Tokens] = self.load(world)
+        self.examples: Mapping[str, Tokens] = self.load(*self._tokens(world))
         self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
@@ -107,33 +106,33 @@ class SequenceTask(TrainingTask, ABC):
         """Padding and ends, by their uses."""
 
     @abstractmethod
-    def encoded(self, split: str) -> Iterator[Rows]:
-        """The examples of a split, some at a time, tokenized when asked for."""
+    def encoded(self, split: str) -> Iterator[tuple[Any, Any]]:
+        """The tokens of a split, some at a time, for `write_tokens`."""
 
     @abstractmethod
-    def load(self, world: World) -> dict[str, Tokens]:
-        """The examples of every split. Raises UserError if there is nothing to learn."""
+    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
+        """The examples of every split, from what `write_tokens` wrote. Raises UserError if there is
+        nothing to learn."""
 
     @abstractmethod
     def about_data(self) -> str:
         """What the model is trained on, for a person."""
 
-    def stored(
-        self, world: World, split: str, length: int | None = None, most: int | None = None
-    ) -> Tokens:
-        """The examples of a split, from a file. Rank 0 writes it; of ranks that do not see it, as
-        on a host with a folder of its own, one writes another. See `Tokens`."""
-        args, total = self.args, -(-len(self.texts.splits[split]) // TEXTS_AT_ONCE)
+    def _tokens(self, world: World) -> tuple[Path, Any]:
+        """The folder with the tokens of all splits, and their type. The first rank of each host
+        writes it, if it is not there."""
+        folder = self._made_from("tokens", self._fingerprints, *self.files.values())
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
-        text, files = self._fingerprints[split], self.files.values()
-        folder = self._made_from(args.model_max_length, split, text, *files)
 
-        def encoded() -> Iterable[Rows]:
-            what = f"Tokenizing {split}"
-            return moving(self.encoded(split), what, total, "", shown=world.is_main)
+        def make(new: Path) -> None:
+            for split in self.texts.splits:
+                lists = -(-len(self.texts.splits[split]) // TEXTS_AT_ONCE)
+                what, encoded = f"Tokenizing {split}", self.encoded(split)
+                line = moving(encoded, what, lists, "", shown=world.is_main)
+                write_tokens(new / split, line, dtype)
 
-        world.on_all(lambda: write_tokens(folder, encoded, dtype))
-        return Tokens(folder, dtype, length, most)
+        world.on_hosts(lambda: made_once(folder, make))
+        return folder, dtype
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -275,8 +274,8 @@ class SequenceTask(TrainingTask, ABC):
 
     def _made_from(self, *of: Any) -> Path:
         """The folder of what is made of these things."""
-        every = [type(self).__name__, self.args.src, self.args.tgt, *of]
-        return self.args.workdir / TOKENS / hashlib.sha256(repr(every).encode()).hexdigest()[:16]
+        args = self.args
+        return place(args.workdir / TOKENS, type(self).__name__, args.src, args.tgt, *of)
 
     def write_tokenizer(self) -> None:
         """Writes the tokenizer to the workdir, on rank 0."""
@@ -287,10 +286,7 @@ class SequenceTask(TrainingTask, ABC):
             tokenizer.save_pretrained(args.workdir)
             return
         folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
-        if not folder.exists():
-            part = folder.with_name(f"{folder.name}.part")
-            self.train_tokenizer(part)
-            part.replace(folder)
+        made_once(folder, self.train_tokenizer)
         shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
 
     def config_and_weights(

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 from training.launch.world import World
 
 from .generation import bleu_tokenizer, evaluate_bleu
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import Rows, Tokens, encode, ends_of, eos, get_tokenizer
+from .tokens import Tokens, encode, ends_of, get_tokenizer, ids_of
 
 
 class TranslationTask(SequenceTask):
@@ -43,19 +43,25 @@ class TranslationTask(SequenceTask):
         """Padding, and the end of each language."""
         return ends_of(self.args.src, self.args.tgt)
 
-    def encoded(self, split: str) -> Iterator[Rows]:
+    def encoded(self, split: str) -> Iterator[tuple[Any, Any]]:
         """A sequence per pair."""
-        args, pairs = self.args, self.texts.splits[split]
-        return encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
+        return encode(self.texts.splits[split], self.tokenizer, self.args.src, self.args.tgt)
 
-    def load(self, world: World) -> dict[str, Tokens]:
+    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
         """The pairs."""
-        args, examples = self.args, {split: self.stored(world, split) for split in SPLITS}
+        length = self.args.model_max_length
+        examples = {split: Tokens(folder / split, dtype, length) for split in SPLITS}
         if not any(example.num_targets for example in examples["train"]):
             raise UserError(
-                f"--model_max_length {args.model_max_length}: every source sentence fills it, and "
-                "no target is left to learn; --model_max_length 128 works"
+                f"--model_max_length {length}: every source sentence fills it, and no target is "
+                "left to learn; --model_max_length 128 works"
             )
+        for split, pairs in examples.items():
+            if cut := pairs.num_cut():
+                self.texts.notes.append(
+                    f"{split}: {cut:,} of {counted(len(pairs), 'pair')} cut to --model_max_length "
+                    f"{length} tokens."
+                )
         return examples
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
@@ -67,7 +73,7 @@ class TranslationTask(SequenceTask):
     def translated(self, world: World, model: Translator, sources: Sequence[str]) -> list[str]:
         """The translations of all ranks' sentences, greedily. One ends at its end token, or where
         source and translation fill --model_max_length. All ranks call it."""
-        prompts = [self.tokenizer(text + eos(self.args.src))["input_ids"] for text in sources]
+        prompts = ids_of(sources, self.tokenizer, self.args.src)
         most = [self.args.model_max_length - len(prompt) for prompt in prompts]  # or none
         texts = self.continued(world, model, prompts, most, "Translating")
         return [text.strip() for text in texts]

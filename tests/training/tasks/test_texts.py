@@ -1,15 +1,14 @@
-"""Whatever --dataset names becomes three lists of pairs, or one line that says what is wrong."""
+"""Whatever --dataset names becomes splits of examples, or one line that says what is wrong."""
 
 from __future__ import annotations
 
 import io
 import json
-import pickle
+import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,38 +16,59 @@ from unittest.mock import Mock
 import pytest
 from datasets import Dataset
 
+from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
-from training.tasks.any_text import END, AnyTexts, held_out, load_texts
+from training.launch.world import World
+from training.tasks import plain_text, texts
 from training.tasks.pictures import load_pictures
-from training.tasks.texts import BUILTIN_FOLDER, SPLITS, load_pairs
+from training.tasks.plain_text import END, load_texts
+from training.tasks.texts import (
+    BUILTIN_FOLDER,
+    SPLITS,
+    Texts,
+    load_pairs,
+    made_once,
+    rows_of_files,
+    text_lines,
+)
 
 ALL = {"train": None, "validation": None, "test": None}
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
-NO = re.escape(NO_NETWORK)
 Rows = list[tuple[str, str]]
 
 
-def load(dataset: object, world_size: int = 1, **sizes: int | None) -> AnyTexts:
-    """As train.py reads it; the other programs read the same pairs."""
-    found = load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size, Path("nowhere"))
-    assert not Path("nowhere").exists()  # less than BIG is not copied
-    if not found.plain and Path(str(dataset)).exists():
-        pairs = load_pairs(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
-        assert (pairs.splits, pairs.notes) == (found.splits, found.notes)
-        assert pairs.fingerprints() == found.fingerprints()
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, where facts/ has what later starts need not read again."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+
+
+def read(dataset: object, **sizes: int | None) -> Texts:
+    """As train.py reads it."""
+    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, 1, World(), Path("facts"))
+
+
+def load(dataset: object, dp: int = 1, **sizes: int | None) -> Texts:
+    """The same; the other programs read the same pairs."""
+    texts = read(dataset, **sizes)
+    if not texts.plain and Path(str(dataset)).exists():
+        wanted = {**ALL, **sizes}
+        same = load_pairs(str(dataset), "de", "en", wanted, dp, World(), Path("facts"))
+        assert (in_memory(same), same.notes) == (in_memory(texts), texts.notes)
+        assert same.fingerprints() == texts.fingerprints()
+    return texts
+
+
+def in_memory(texts: Texts) -> dict[str, list[Any]]:
+    """The examples of each split; the documents of plain text are whole."""
+    found: dict[str, list[Any]] = {split: [*rows] for split, rows in texts.splits.items()}
+    if texts.plain:
+        whole = ("".join(END if part is None else part for part in found[split]) for split in found)
+        return {split: text.split(END)[:-1] for split, text in zip(found, whole, strict=True)}
+    assert {split: len(rows) for split, rows in texts.splits.items()} == {
+        split: len(rows) for split, rows in found.items()
+    }
     return found
-
-
-def copied(dataset: object, copies: Path, **sizes: int | None) -> AnyTexts:
-    """As text larger than memory, with copies in a folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.tasks.any_text.BIG", 0)
-        return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, 1, copies)
-
-
-def rows_of(texts: AnyTexts) -> dict[str, list[Any]]:
-    """Of each split, in memory."""
-    return {split: [*rows] for split, rows in texts.splits.items()}
 
 
 def pairs(rows: Rows) -> list[dict[str, str]]:
@@ -62,6 +82,11 @@ def in_splits(*rows: Rows) -> dict[str, list[dict[str, str]]]:
 
 def numbered(first: int, end: int) -> Rows:
     return [(f"Satz {i}", f"sentence {i}") for i in range(first, end)]
+
+
+def rows_of(path: Path) -> list[Any]:
+    """The rows of a file, with all columns."""
+    return [*rows_of_files("", ("de", "en"), [(path,)])]
 
 
 def error_of(*args: Any) -> str:
@@ -91,20 +116,38 @@ def test_line_i_translates_line_i(folder: Path) -> None:
         b"\xef\xbb\xbfeins\r\nzwei\xe2\x80\xa8ter\x0cSa\rtz\r\n \r\ndrei"
     )
     (folder / "train.en").write_text("one\ntwo\nnothing\nthree\n")
-    texts = load(folder, world_size=2, validation=2, test=4)
-    assert texts.splits == {
+    texts = load(folder, dp=2, validation=2, test=4)
+    assert in_memory(texts) == {
         "train": pairs([("eins", "one"), ("zwei\u2028ter\x0cSa\rtz", "two"), ("drei", "three")]),
         "validation": pairs([(f"de validation {i}", f"en validation {i}") for i in range(2)]),
         "test": pairs([(f"de test {i}", f"en test {i}") for i in range(3)]),
     }
-    assert texts.notes == ["train: skipped 1 row with an empty text."]
+    assert texts.notes == [
+        "train: skipped 1 row with an empty text.",
+        "test: all 3 pairs; --n_test 4 asks for more.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "inside", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029", "\ufeff"]
+)
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path, inside: str) -> None:
+    """Or at CR and newline. A byte-order mark at the beginning is no text."""
+    content = f"\ufeffa{inside}b\r\n\n c{inside}d\ne".encode()
+    assert [*text_lines(io.BytesIO(content))] == [f"a{inside}b", "", f" c{inside}d", "e"]
+    row = {"de": f"x{inside}y", "en": "z"}
+    tables = {"tsv": f"\ufeffde\ten\r\n{row['de']}\tz\r\n", "csv": f'de,en\n"{row["de"]}","z"'}
+    if inside >= " ":  # JSON has no other
+        tables["jsonl"] = f"\ufeff{json.dumps(row, ensure_ascii=False)}\r\n\r\n"
+    for ending, table in tables.items():
+        path = tmp_path / f"a.{ending}"
+        path.write_bytes(table.encode())
+        assert rows_of(path) == [row]
 
 
 def to_parquet(rows: Rows) -> bytes:
-    import datasets
-
     found = io.BytesIO()
-    datasets.Dataset.from_list([{"translation": row} for row in pairs(rows)]).to_parquet(found)
+    Dataset.from_list([{"translation": row} for row in pairs(rows)]).to_parquet(found)
     return found.getvalue()
 
 
@@ -112,54 +155,134 @@ def to_jsonl(rows: Rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in pairs(rows)).encode()
 
 
-WRITERS: dict[str, Callable[[Rows], bytes]] = {
-    "jsonl": to_jsonl,
-    "json": lambda rows: json.dumps([{"translation": row} for row in pairs(rows)]).encode(),
-    "csv": lambda rows: ("id,de,en\n" + "".join(f'7,"{x}","{y}"\n' for x, y in rows)).encode(),
-    "tsv": lambda rows: ("en\tde\n" + "".join(f"{y}\t{x}\n" for x, y in rows)).encode(),
-    "parquet": to_parquet,
+def table(line: str, head: str) -> Callable[[Rows], bytes]:
+    """Writes rows by a form of a line."""
+    return lambda rows: (head + "".join(line.format(x=x, y=y) for x, y in rows)).encode()
+
+
+WRITERS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
+    "jsonl": ("a.jsonl", to_jsonl),
+    "in capitals": ("a.JSONL", to_jsonl),
+    "json": (
+        "a.json",
+        lambda rows: json.dumps([{"translation": row} for row in pairs(rows)], indent=1).encode(),
+    ),
+    "json, a row per line": ("a.json", to_jsonl),
+    "csv": ("a.csv", table('7,"{x}","{y}"\n', "id,de,en\n")),
+    "csv, a blank after the comma": ("a.csv", table('"{x}", "{y}"\n', "de, en\n")),
+    "csv, semicolons": ("a.csv", table("{x};{y}\r\n", "de;en\r\n")),
+    "tsv": ("a.tsv", table("{y}\t{x}\n", "en\tde\n")),
+    "parquet": ("a.parquet", to_parquet),
+    "a pattern, to some libraries": ("a[1]::b.parquet", to_parquet),
 }
 
 
-@pytest.mark.parametrize("ending", WRITERS)
-def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_single_file_is_cut_into_splits(tmp_path: Path, kind: str) -> None:
     """Also numbers among texts, and what pandas takes for nothing."""
-    path = tmp_path / f"text.{ending}"
+    name, write = WRITERS[kind]
     rows = [("None", "NA"), ("001", "1.50"), *numbered(2, 40)]
-    path.write_bytes(WRITERS[ending](rows))
-    few = load(path, train=30, validation=2, test=3).splits
-    assert few == in_splits(rows[:30], rows[35:37], rows[37:])
-    texts = load(path, train=30)
+    (tmp_path / name).write_bytes(write(rows))
+    few = load(tmp_path / name, train=30, validation=2, test=3)
+    assert in_memory(few) == in_splits(rows[:30], rows[35:37], rows[37:])
+    texts = load(tmp_path / name, train=30)
     # Validation is a tenth of the 36 that test has left.
-    assert texts.splits == in_splits(rows[:30], rows[32:36], rows[36:40])
+    assert in_memory(texts) == in_splits(rows[:30], rows[32:36], rows[36:40])
     assert texts.notes == [
         f"no {split} split: 4 pairs held out from the end of train."
         for split in ("test", "validation")
     ]
+    more = load(tmp_path / name, train=33).notes
+    assert more[2:] == ["train: all 32 pairs; --n_train 33 asks for more."]
 
 
-def test_files_of_a_folder_are_the_split_that_they_or_their_folders_are_named_after(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "valid").mkdir()
-    for name, rows in (
-        ("0.jsonl", numbered(0, 3)),
-        ("train-1.jsonl", numbered(3, 5)),
-        ("valid/0.jsonl", numbered(10, 12)),
-        ("test.jsonl", numbered(20, 23)),
-    ):
-        (tmp_path / name).write_bytes(to_jsonl(rows))
-    (tmp_path / "README.md").write_text("no data")
+def test_a_quote_is_a_letter_in_tsv(tmp_path: Path) -> None:
+    rows = [('"A', "x"), ("B", '"y"'), ('"C"', 'z"'), *numbered(0, 3)]
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(table("{x}\t{y}\n", "de\ten\n")(rows))
+    assert rows_of(path) == pairs(rows)
+
+
+def test_a_cell_in_quotes_may_have_lines_commas_and_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text('de,en\n"a\n""b"", c",d\n,\ne "f" g,\n')
+    assert rows_of(path) == pairs([('a\n"b", c', "d"), ('e "f" g', "")])
+
+
+def test_columns_that_nobody_needs_may_be_anything(tmp_path: Path) -> None:
+    """In one file null and in another a number, a list, or missing."""
+    for number, more in enumerate((None, 1, [2], "three")):
+        rows: list[Any] = [
+            row | {"id": more} for row in pairs(numbered(9 * number, 9 * number + 9))
+        ]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "4.jsonl").write_bytes(to_jsonl(numbered(36, 40)))
+    assert len(in_memory(load(tmp_path))["train"]) == 40 - 4 - 4
+
+
+# Which files
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_a_validation_file_has_one_of_four_names(folder: Path, name: str) -> None:
+    expected = in_memory(load(folder))
+    for language in ("de", "en"):
+        (folder / f"validation.{language}").rename(folder / f"{name}.{language}")
+    assert in_memory(load(folder)) == expected
+
+
+def test_a_missing_validation_file_is_a_part_of_train(folder: Path) -> None:
+    """The same for test. Files may be in parts."""
+    for split in ("validation", "test"):
+        for language in ("de", "en"):
+            number = SPLITS.index(split)
+            (folder / f"{split}.{language}").rename(folder / f"train-{number}.{language}")
+    texts = load(folder)
+    assert {split: len(rows) for split, rows in texts.splits.items()} == {
+        "train": 7, "validation": 1, "test": 1,
+    }  # fmt: skip
+    assert in_memory(texts)["test"] == [{"de": "de test 2", "en": "en test 2"}]
+
+
+FOLDERS = [  # names of files with a pair or a text of their own, and which files are which split
+    ("0.jsonl train-1.jsonl valid/0.jsonl test.jsonl README.jsonl",
+     {"train": ["0.jsonl", "train-1.jsonl"], "validation": ["valid/0.jsonl"],
+      "test": ["test.jsonl"]}),
+    ("a.txt devils.txt testament.txt training.txt valid8.txt dev.1.txt",
+     {"train": ["a.txt", "devils.txt", "testament.txt", "training.txt", "valid8.txt"],
+      "validation": ["dev.1.txt"]}),
+    ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
+     {"train": ["book.txt"], "validation": ["val.txt"]}),
+    ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl",
+     {"train": ["corpus.jsonl"], "validation": ["DEV.jsonl"], "test": ["test.jsonl"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "expected"), FOLDERS, ids=[names for names, _ in FOLDERS])
+def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, list[str]]) -> None:
+    """A whole name says a split. Hidden files and folders, copies of editors, and what is about the
+    data are none. The run says which file is which split."""
+    for name in names.split():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name if ".txt" in name else json.dumps({"de": name, "en": "x"}))
+    (tmp_path / "empty.txt").touch()
     texts = load(tmp_path)
-    assert texts.splits == in_splits(numbered(0, 5), numbered(10, 12), numbered(20, 23))
-    assert texts.notes == []
+    found = in_memory(texts)
+    if not texts.plain:
+        found = {split: [pair["de"] for pair in rows] for split, rows in found.items()}
+    assert found == expected
+    (said,) = texts.notes
+    for split, files in expected.items():
+        first = ", ".join(name.split("/")[-1] for name in files[:3])
+        assert f"{split} is {first}" + " and 2 more" * (len(files) == 5) in said
 
 
 def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> None:
     """The words of validation and test are in what a run without --n_train trains on. And it is a
     folder with two languages."""
-    splits = load("builtin").splits
-    assert splits == load(BUILTIN_FOLDER).splits
+    splits = in_memory(load("builtin"))
+    assert splits == in_memory(load(BUILTIN_FOLDER))
     assert {split: len(rows) for split, rows in splits.items()} == {
         "train": 9000, "validation": 1000, "test": 100,
     }  # fmt: skip
@@ -169,183 +292,226 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> Non
         assert len({*train, *tested}) == 10100
         words = [set(re.findall(r"\w+", " ".join(part))) for part in (tested, train[:5000])]
         assert words[0] - words[1] == set()
-    assert load_pairs("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
 
 
 # Plain text
 
 
-def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) -> None:
-    lines = [f"line {i:02}\n" for i in range(40)]  # of 8 letters
-    text = "".join(lines[:20]) + END + "".join(lines[20:])
-    (tmp_path / "a.txt").write_text(text, "utf-8-sig")  # with a byte-order mark
-    found = load(tmp_path / "a.txt")
-    assert found.plain
-    # 315 of 332 letters: in line 37.
-    assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
-    assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["no validation split: 5 % of the text is taken from its end."]
-    # Without a line that ends there: at a document's end, or at a word.
-    assert held_out(["abc def " * 10]) == (["abc def " * 9 + "abc "], ["def"])
-    assert held_out(["x" * 100]) == (["x" * 94], ["x" * 6])
-    documents = [*["eight by"] * 40, "a line\nand one"]
-    assert held_out(documents) == (documents[:39], documents[39:])
+def test_a_file_holds_documents(tmp_path: Path) -> None:
+    """A byte-order mark and blank documents are none."""
+    text = f"\n{END}one\r\n\r\ntwo {END}\n \n{END}{END} three{END}\n"
+    (tmp_path / "a.txt").write_text(text, "utf-8-sig", newline="")
+    texts = load(tmp_path / "a.txt")
+    assert texts.plain and texts.notes == []
+    assert in_memory(texts) == {"train": ["one\n\ntwo ", " three"]}
 
 
-def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
-    for name in ("b", "a", "validation_1", "test"):
-        (tmp_path / f"{name}.txt").write_text(f"This is {name}.")
-    (tmp_path / "empty.txt").write_text(" \n")
-    found = load(tmp_path)
-    splits = {"train": ["This is a.", "This is b."], "validation": ["This is validation_1."]}
-    assert (found.splits, found.notes) == (splits, ["train: skipped 1 row with an empty text."])
-    assert len(set(found.fingerprints().values())) == 2
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
-    assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
-    rows = {"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]}
+def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
+    """In which `END` is text as any other."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    texts = load(path)
+    assert in_memory(texts) == {"train": ["one", "two"]}
+    assert texts.notes == ["train: skipped 1 row with an empty text."]
+    rows = {"train": [{"text": "one"}, {"text": f"a{END}b"}], "validation": [{"text": "three"}]}
     hub({split: Dataset.from_list(some) for split, some in rows.items()})
-    assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
-
-
-# Text larger than memory
-
-
-@pytest.mark.parametrize("ending", WRITERS)
-def test_a_copy_holds_what_is_otherwise_in_memory(
-    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut alike, without rows that have an empty text; ranks get where it is. A second start copies
-    nothing, until the file is another."""
-    path, folder = tmp_path / f"text.{ending}", tmp_path / "copies"
-    rows = [(" \n", "NA"), ("für", "  for you "), ("x", ""), *numbered(2, 40)]
-    path.write_bytes(WRITERS[ending](rows))
-    small, texts = load(path, train=30), copied(path, folder, train=30)
-    on_a_rank = pickle.loads(pickle.dumps(texts))
-    for found in (texts, on_a_rank):
-        assert (rows_of(found), found.notes) == (small.splits, small.notes)
-    assert texts.splits["train"][1:3][1] == small.splits["train"][2]
-    assert len(pickle.dumps(copied(path, folder).splits["test"])) < 999
-    monkeypatch.setattr("training.tasks.stored.Rows", Mock(side_effect=AssertionError))
-    again = copied(path, folder, train=30)
-    assert again.fingerprints() == texts.fingerprints() == on_a_rank.fingerprints()
-    assert len(set(again.fingerprints().values())) == 3
-    path.write_bytes(WRITERS[ending](rows[1:]))
-    with pytest.raises(UserError, match="AssertionError"):
-        copied(path, folder, train=30)
-
-
-def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
-    folder: Path, tmp_path: Path, hub: Callable[..., Mock]
-) -> None:
-    """Once each."""
-    small, copies = load(folder).splits, tmp_path / "copies"
-    rows = {split: Dataset.from_list(list(pairs)) for split, pairs in small.items()}
-    hub(rows, rows)
-    for dataset, files in ((folder, 1), (folder, 1), ("somebody/iwslt", 2), ("somebody/iwslt", 2)):
-        assert rows_of(copied(dataset, copies)) == small
-        assert len(list(copies.iterdir())) == files
-    with pytest.raises(RunError, match=r"test.de/.*: cannot be written .Not a directory.; make "):
-        copied(folder, folder / "test.de")
+    found = load("some/texts").splits
+    assert [*found["train"]] == ["one", None, f"a{END}b", None]
+    assert [*found["validation"]] == ["three", None]
 
 
 def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As text8 is, here after short ones. A blank file is no document; one that cannot be read is
-    named. Python 3.10 has no hashlib.file_digest."""
-    monkeypatch.setattr("training.tasks.any_text.READ", 1 << 14)
-    monkeypatch.delattr("hashlib.file_digest", raising=False)
-    folder, copies = tmp_path / "folder", tmp_path / "copies"
-    folder.mkdir()
-    whole = "".join(f"line {i}\n{END * (i % 1500 == 7)}\n" for i in range(9000))
-    whole += " ".join(f"wörd{i}" for i in range(60_000))
-    (folder / "a.txt").write_text(whole, "utf-8-sig")
-    (folder / "b.txt").write_text(" \n")
-    found = copied(folder, copies)
-    texts = [[*found.documents(split)] for split in ("train", "validation")]
-    assert "".join(chain(*texts)) == whole + END
-    assert len("".join(texts[1])) == pytest.approx(len(whole) / 20, rel=0.1)
-    assert max(map(len, chain(*texts))) < 5000
-    assert len(set(found.fingerprints().values())) == 2
-    assert found.notes[0] == "train: skipped 1 row with an empty text."
-    (folder / "c.txt").mkdir()
-    with pytest.raises(UserError, match=r"/c.txt: it cannot be read .IsADirectoryError"):
-        copied(folder, copies)
+    """As text8 is, here after short ones, with `END` and CRLF where a part that is read ends."""
+    monkeypatch.setattr("training.tasks.plain_text.READ", 5003)
+    whole = "".join(f"line {i}\r\n{END * (i % 1500 == 7)}\r\n" for i in range(4000))
+    whole += " ".join(f"wörd{i}" for i in range(30_000))
+    (tmp_path / "a.txt").write_text(whole, "utf-8-sig", newline="")
+    texts = load(tmp_path)
+    train = [*texts.splits["train"]]
+    assert len(train) == len(texts.splits["train"])
+    text = "".join(END if piece is None else piece for piece in train[:-1])
+    assert text == whole.replace("\r\n", "\n") and train[-1] is None
+    assert max(len(piece or "") for piece in train) < 5003
 
 
-@pytest.mark.parametrize("nothing", [[], [" "]], ids=["no row", "a blank row"])
-def test_a_copy_of_a_split_without_text_is_as_good_as_none(
-    tmp_path: Path, nothing: list[str], hub: Callable[..., Mock]
+# A second start
+
+
+def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
+    """The texts of a start, and how often it has read a text to the end."""
+    ends = 0
+    real = texts.rows_of_files, plain_text._pieces_of_file
+
+    def counting(read: Callable[..., Any], *args: Any) -> Any:
+        nonlocal ends
+        yield from read(*args)
+        ends += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(texts, "rows_of_files", partial(counting, real[0]))
+        patch.setattr(plain_text, "_pieces_of_file", partial(counting, real[1]))
+        found = read()
+    return found, ends
+
+
+@pytest.mark.parametrize("kind", ["lines", "jsonl", "texts", "txt"])
+def test_a_second_start_reads_nothing_and_gets_the_same(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain text needs no test split, and takes its validation from train."""
-    texts = {"train": [f"text {i}" for i in range(40)], "validation": nothing, "test": []}
-    found = {split: Dataset.from_dict({"text": rows}) for split, rows in texts.items()}
-    hub(found, found, found)
-    small = load("somebody/text")
-    for _ in range(2):  # a second start finds the copies
-        large = copied("somebody/text", tmp_path)
-        for split in ("train", "validation"):
-            assert [*large.documents(split)] == [*small.documents(split)] != []
-        assert large.splits.keys() == small.splits.keys()
-
-
-DOCUMENTS = b"".join(b'{"text": "%d"}\n' % i for i in range(40))
-
-
-@pytest.mark.parametrize(
-    "content", [to_jsonl([("", "x"), *numbered(1, 40)]), DOCUMENTS], ids=["pairs", "documents"]
-)
-def test_a_second_start_does_not_import_the_readers(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take 140 MB of memory. They are needed again as soon as a split has no copy."""
-    folder, copies = tmp_path / "folder", tmp_path / "copies"
-    folder.mkdir()
-    for name in ("dev", "train-1", "train-2"):
-        (folder / f"{name}.jsonl").write_bytes(content)
-    first = copied(folder, copies)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # an import fails
-    again = copied(folder, copies)
+    path = folder
+    if kind != "lines":
+        content = to_jsonl(numbered(0, 40)) if kind == "jsonl" else b'{"text": "a b c"}\n' * 40
+        path = folder / ("a.txt" if kind == "txt" else "a.jsonl")
+        path.write_bytes(content)
+    first, opened = starts(lambda: read(path), monkeypatch)
+    assert opened
+    again, opened = starts(lambda: read(path), monkeypatch)
+    assert opened == 0
+    assert in_memory(again) == in_memory(first)
+    assert (again.notes, again.plain) == (first.notes, first.plain)
     assert again.fingerprints() == first.fingerprints()
-    assert (rows_of(again), again.notes, again.plain) == (rows_of(first), first.notes, first.plain)
-    (copy,) = copies.glob("*/*/validation")
-    shutil.rmtree(copy)
-    with pytest.raises(UserError, match=r"it cannot be read .*import of datasets"):
-        copied(folder, copies)
+
+
+def _renamed(path: Path) -> Path:
+    return path.rename(path.with_name("b.jsonl"))
+
+
+def _rewritten(path: Path, content: bytes) -> Path:
+    """Other content of the same size and time."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    return path
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "content": lambda path: read(_rewritten(path, to_jsonl(numbered(40, 80)))),
+    "name": lambda path: read(_renamed(path)),
+    "a size": lambda path: read(path, train=3),
+    "languages": lambda path: load_pairs(
+        str(path), "en", "de", ALL, 1, World(), Path("facts")
+    ),
+    "place": lambda path: load_pairs(str(path), "de", "en", ALL, 1, World(), Path("other")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_start_with_another_text_reads_it(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gets what a first start gets."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(to_jsonl(numbered(10, 50)))
+    before = load(path)
+    changed, opened = starts(lambda: CHANGES[what](path), monkeypatch)
+    assert opened
+    if what in ("content", "a size", "languages"):
+        assert changed.fingerprints()["train"] != before.fingerprints()["train"]
+        first = next(iter(changed.splits["train"]))
+        assert first["en"] == ("sentence 40" if what == "content" else "sentence 10")
+        assert [*first] == (["en", "de"] if what == "languages" else ["de", "en"])
+
+
+def test_facts_are_whole_or_not_there(tmp_path: Path) -> None:
+    """Where one is killed, another begins afresh; where two write, one gives the name."""
+    folder = tmp_path / "tokens" / "name"
+
+    def write(content: str, new: Path) -> None:
+        assert not folder.exists()
+        (new / "file").write_text(content)
+        if content == "killed":
+            raise KeyboardInterrupt
+        if content == "slow":
+            made_once(folder, lambda new: write("fast", new))
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once(folder, lambda new: write("killed", new))
+    assert not folder.parent.exists()
+    made_once(folder, lambda new: write("slow", new))
+    made_once(folder, lambda new: write("again", new))
+    assert (folder / "file").read_text() == "fast"
+    assert [*folder.parent.iterdir()] == [folder]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"/file/name: cannot be written .*File exists"):
+        made_once(tmp_path / "file" / "name", lambda _: None)
+
+
+def _of_a_rank(rank: int, world_size: int, path: Path, folder: Path) -> tuple[Any, int]:
+    """What a rank of a host has read or raised, and how often it has read a text to the end."""
+    world = World(rank, world_size, rank)
+
+    def pairs_or_error() -> Any:
+        try:
+            return load_pairs(str(path), "de", "en", ALL, 1, world, folder).hashes
+        except UserError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        return starts(pairs_or_error, patch)
+
+
+def test_one_rank_of_a_host_reads_and_all_say_what_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_bytes(to_jsonl(numbered(0, 9)))
+    bad.write_bytes(to_jsonl(numbered(0, 9)) + b"{")
+    (hashes, ends), *others = ranks.run(_of_a_rank, good, tmp_path / "facts")
+    assert len(hashes) == 3 and ends > 0
+    assert others == [(hashes, 0)] * len(others) != []
+    (error, _), *others = ranks.run(_of_a_rank, bad, tmp_path / "facts")
+    assert error.startswith(f"--dataset {bad}: it cannot be read (ValueError: line 10: ")
+    assert others == [(error, 0)] * len(others)
 
 
 # What cannot be used
 
 ROW = '{"de": "Satz", "en": "sentence"}\n'
 UNREADABLE = "--dataset {}: it cannot be read ("
-NOT_UTF8 = f"{UNREADABLE}UnicodeDecodeError: 'utf-8' codec can't decode byte "
+NOT_UTF8 = "--dataset {}: it is not UTF-8 ("
 SPOILT = [  # a file of the folder above
     ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i "),
-    ("train.de", "eins\nzwei\nfünf\n", NOT_UTF8.format("{}/train.de") + "0xfc in position 11"),
+    ("train.de", "eins\nzwei\nfünf\n",
+     "--dataset {}/train.de: it is not UTF-8 (invalid start byte in line 3: byte 0xfc); text in "),
     ("train.de", "", "--dataset {}: train.de has 0 lines and train.en has 3: line i of one must "),
     ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and a run "),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and a run "),
+    ("valid-2.de", "a\n", "--dataset {} --src de --tgt en: it has valid-2.de, and no valid-2.en; "
+     "line i of valid-2.de must translate line i of valid-2.en"),
 ]  # fmt: skip
 ALONE = [
     ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
      "and en; --src and --tgt name them"),
     ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
-    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ArrowInvalid: JSON parse error"),
+    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3: "),
+    ("a.jsonl", "[1]\n", "--dataset {}: its columns are , and not de and en"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
      "sides, and a run of 1 rank needs 1 or more; a larger --n_validation"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
-    ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
+    ("a.csv", "de,en\n" + "a,b\n" * 3 + "ä,b\n", NOT_UTF8 + "invalid continuation byte in line 5"),
+    ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
+     "line 3: ',' expected after '\"'"),
+    ("a.csv", 'de,en\na,b\nc,"d\nB,y\n', UNREADABLE + "ValueError: the row that begins in line 3: "
+     "unexpected end of data"),
+    ("a.csv", "de,en\na,b\nJa, gern,Yes\n", UNREADABLE + "ValueError: the row that begins in "
+     "line 3: 3 cells, and the first line has 2"),
+    ("a.tsv", "de\ten\na\tb\tc\n", UNREADABLE + "ValueError: the row that begins in line 2: "
+     "3 cells"),
     ("a.txt", "vierfünf", NOT_UTF8),
-    ("a.txt", "h", "--dataset {}: it has too little text for two parts"),
-    ("a.pdf", "no text", "--dataset {}: no train.de and train.en there, nor any of .txt .jsonl "),
+    ("a.txt", " ", "--dataset {}: it has no text to learn"),
+    ("a.parquet", "PAR", UNREADABLE + "ArrowInvalid"),
+    ("a.pdf", "no text", "--dataset {}: no train.de with train.en there, nor "
+     "text in any of .txt .jsonl "),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "content", "said"), SPOILT)
 def test_folders_that_cannot_be_used(folder: Path, name: str, content: str, said: str) -> None:
     (folder / name).write_bytes(content.encode("latin1"))
-    assert error_of(folder, 4 if "train has 3 pairs" in said else 1).startswith(said.format(folder))
+    error = error_of(folder, 4 if "train has 3 pairs" in said else 1)
+    assert error.startswith(said.format(folder)) and NO_NETWORK not in error
 
 
 @pytest.mark.parametrize(("name", "content", "said"), ALONE)
@@ -355,19 +521,37 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said
     assert error_of(path).startswith(said.format(path))
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("train.en train.fr", "it has train.en and train.fr, and no train.de; --src fr --tgt en "),
+        ("train.de train.it", "it has train.de and train.it, and no train.en; --src de --tgt it "),
+        (
+            "train.es train.it",
+            "it has train.es and train.it, and no train.de or train.en; --src es --tgt it works",
+        ),
+        ("train.de", "it has train.de, and no train.en; line i of train.de must translate line i "),
+        ("a.jsonl b.txt", "it has files of 2 kinds, as a.jsonl and b.txt, and one kind must hold "),
+        (".hidden/a.txt LICENSE.txt", "no train.de with train.en there, nor text in any of .txt "),
+    ],
+)
+def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ROW)
+    error = error_of(tmp_path)
+    assert said in error and error.startswith(f"--dataset {tmp_path}") and NO_NETWORK not in error
+
+
 def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for missing in (tmp_path / "none", "none.jsonl", "./none"):
+    for missing in (tmp_path / "none", "none.jsonl", "none.TSV", "./none"):
         said = f"--dataset {missing}: there is no such file or folder{NO_NETWORK}"
         assert error_of(missing) == said
     assert "(OSError: [Errno 36] File name too long" in error_of("x" * 300)
     closed = Mock(side_effect=PermissionError(13, "Permission denied", "this"))
     monkeypatch.setattr("datasets.load_dataset", closed)
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    (inner / "a.txt").write_text("text")
-    for read in (load, lambda folder: load_pictures(folder, None, None)):
-        with pytest.raises(UserError, match=f"{inner}: .*PermissionError: .* denied: 'this'.*{NO}"):
-            read(str(inner))
+    with pytest.raises(UserError, match=rf"{tmp_path}: .*PermissionError: .* denied: 'this'"):
+        load_pictures(str(tmp_path), None, None)
 
 
 # The hub
@@ -375,10 +559,20 @@ def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mock]:
-    """Puts something in the place of the datasets library: it answers, or raises, in this order."""
+    """Puts something in the place of the datasets library: it answers, or raises, in this order,
+    and the last again and again."""
 
     def answering(*answers: Any) -> Mock:
-        stand_in = Mock(load_dataset=Mock(side_effect=answers))
+        rest = iter(answers)
+        last = [None]
+
+        def answer(*_: Any, **__: Any) -> Any:
+            last[0] = next(rest, last[0])
+            if isinstance(last[0], Exception):
+                raise last[0]
+            return last[0]
+
+        stand_in = Mock(load_dataset=Mock(side_effect=answer))
         monkeypatch.setitem(sys.modules, "datasets", stand_in)
         return stand_in
 
@@ -388,11 +582,25 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mock]:
 def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
     nested = [{"translation": pair} for pair in pairs(numbered(0, 9))]
     found = in_splits([], numbered(10, 13), numbered(20, 22)) | {"train": nested, "other": []}
-    rows = {split: Dataset.from_list(some) for split, some in found.items()}
-    hub(rows, ConnectionError("Couldn't reach\n 'a/b' on the Hub"))
-    splits = load("somebody/iwslt", train=4).splits
+    hub({split: Dataset.from_list(some) for split, some in found.items()})
+    splits = in_memory(load("somebody/iwslt", train=4))
     assert splits == in_splits(numbered(0, 4), numbered(10, 13), numbered(20, 22))
-    assert error_of("a/b") == (
-        "--dataset a/b (on the hub): it cannot be read (ConnectionError: Couldn't reach 'a/b' on "
-        "the Hub)" + NO_NETWORK
-    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("Couldn't reach\n 'a/b' on the Hub"),
+         "--dataset a/b (on the hub): it cannot be read (ConnectionError: Couldn't reach 'a/b' on "
+         f"the Hub){NO_NETWORK}"),
+        (PermissionError(13, "Permission denied", "/root/.cache/x"),
+         "--dataset a/b (on the hub): what is downloaded cannot be written (/root/.cache/x: "
+         "Permission denied); HF_HOME=FOLDER in the environment puts it elsewhere"),
+        (OSError(30, "Read-only file system", "/x"),
+         "--dataset a/b (on the hub): what is downloaded cannot be written (/x: Read-only file "
+         "system); HF_HOME=FOLDER in the environment puts it elsewhere"),
+    ],
+)  # fmt: skip
+def test_why_the_hub_gives_nothing(hub: Callable[..., Mock], error: Exception, said: str) -> None:
+    hub(error)
+    assert error_of("a/b") == said

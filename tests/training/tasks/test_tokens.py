@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,18 +17,19 @@ from tests.equivalence.problems import POSITIONS, Held, Sentences
 from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.tasks.any_text import pieces
+from training.tasks.plain_text import pieces
 from training.tasks.task import Step
-from training.tasks.texts import SPLITS, Texts
+from training.tasks.texts import SPLITS, Texts, made_once
 from training.tasks.tokens import (
     AHEAD,
     Encoded,
-    Rows,
+    Stream,
     Tokens,
     collate_batch,
-    encode,
+    encode_in_memory,
     evenly,
     get_tokenizer,
+    ids_of,
     load_tokenizer,
     tokens_of,
     write_tokens,
@@ -47,11 +46,6 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get_tokenizer(PAIRS, 300, "de", "en", tmp_path_factory.mktemp("tokenizer"))
-
-
-def encoded(*args: Any) -> list[Encoded]:
-    (found,) = encode(*args)
-    return found.examples()
 
 
 def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(
@@ -76,11 +70,11 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
     target = [*tokenizer("The dog sleeps.")["input_ids"], 2]
     whole, n = source + target, len(source)
     for length in (128, n + 1, n, n - 1, n - 2):
-        (found,) = encoded(PAIRS[:1], tokenizer, "de", "en", length)
+        (found,) = encode_in_memory(PAIRS[:1], tokenizer, "de", "en", length)
         assert rows([found]) == [(whole[: length + 1], min(n, length + 1), 0)]
         assert found.num_targets == max(0, min(len(whole), length + 1) - n)
-    assert rows(encoded(PAIRS, tokenizer, "de", "en", n))[0] == (whole[: n + 1], n, 0)
-    other = encoded(PAIRS[:1], tokenizer, "en", "de", 128)
+    assert rows(encode_in_memory(PAIRS, tokenizer, "de", "en", n))[0] == (whole[: n + 1], n, 0)
+    other = encode_in_memory(PAIRS[:1], tokenizer, "en", "de", 128)
     assert rows(other) == [([*target[:-1], 2, *source[:-1], 1], len(target), 0)]
 
 
@@ -89,7 +83,7 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
     assert collate_batch([], "de", "en", tokenizer, 40, "cpu")["labels"].shape == (0, 40)
     many = collate_batch(PAIRS[2:] * 4097, "de", "en", tokenizer, 8, "cpu")
     assert many["labels"].shape == (4097, 8)
-    every = encoded(PAIRS, tokenizer, "de", "en", 40)
+    every = encode_in_memory(PAIRS, tokenizer, "de", "en", 40)
     longest = max(len(e.ids) for e in every) - 1
     for padding, T, examples in (("max_length", 40, PAIRS), ("longest", longest, every)):
         batch = collate_batch(examples, "de", "en", tokenizer, 40, "cpu", padding=padding)
@@ -103,7 +97,7 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
 
 def test_a_tokenizer_learns_from_some_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.tasks.tokens.FOR_BPE", 4)
-    assert [list(evenly(range(n))) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
+    assert [list(evenly(range(n), n)) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
 
 
 # Files of tokens
@@ -113,112 +107,169 @@ def rows(examples: Iterable[Encoded]) -> list[tuple[list[int], int, int]]:
     return [([int(t) for t in e.ids], e.num_source, e.number) for e in examples]
 
 
-def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
-    """What a killed run has left is no obstacle. One file gives rows, or stretches that overlap by
-    a token. No mapping holds what was read."""
-    written = [([5, 6, 7], 2, 0), ([8], 1, 1), ([9, 60000, 11, 12], 1, 2)]
-    folder = tmp_path / "tokens" / "name"
-
-    def examples(killed: bool) -> Iterator[Rows]:
-        yield Rows(np.array([5, 6, 7, 8]), np.array([3, 1]), np.array([2, 1]))
-        assert not folder.exists()
-        if killed:
-            raise KeyboardInterrupt
-        yield Rows(np.array([9, 60000, 11, 12]), np.array([4]), np.array([1]))
-
-    with pytest.raises(KeyboardInterrupt):
-        write_tokens(folder, lambda: examples(killed=True), np.uint16)
-    assert not folder.exists()
-    write_tokens(folder, lambda: examples(killed=False), np.uint16)
-    assert {path.name for path in folder.parent.iterdir()} == {"lock", "name"}
-    found = Tokens(folder, np.uint16)
-    assert rows(found) == written
-    assert rows(found.__getitems__([2, 0])) == [written[2], written[0]]
-    assert found.mapped().tolist() == [5, 6, 7, 8, 9, 60000, 11, 12]
+def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
+    """As pairs, cut to a length, or as a stream that overlaps by a token. No mapping holds what was
+    read."""
+    path = tmp_path / "train"
+    lists = [([5, 6, 7, 8, 60000], [2, 1, 1, 1]), ([9, 10, 11, 12], [1, 3])]
+    write_tokens(path, [(np.array(ids), np.array(sizes)) for ids, sizes in lists], np.uint16)
+    pairs = Tokens(path, np.uint16, 9)
+    assert rows(pairs) == [([5, 6, 7], 2, 0), ([8, 60000], 1, 1), ([9, 10, 11, 12], 1, 2)]
+    assert rows(pairs.__getitems__([2, 0])) == [rows(pairs)[2], rows(pairs)[0]]
+    assert [list(of) for of in pairs.sizes([2, 0, 1])] == [[4, 3, 2], [3, 1, 1]]
+    assert (len(pairs), pairs.num_cut()) == (3, 0)
+    short = Tokens(path, np.uint16, 1)
+    assert rows(short) == [([5, 6], 2, 0), ([8, 60000], 1, 1), ([9, 10], 1, 2)]
+    assert [list(of) for of in short.sizes([0, 2])] == [[2, 2], [0, 1]]
+    assert short.num_cut() == 2
+    stream = Stream(path, np.uint16, 3)
+    assert [list(of) for of in stream.sizes([2, 0])] == [[3, 4], [2, 3]]
+    expected = [([5, 6, 7, 8], 1, 0), ([8, 60000, 9, 10], 1, 1), ([10, 11, 12], 1, 2)]
+    assert rows(stream) == expected
+    stream.most = 1
+    assert rows(stream) == expected[:1]
+    assert rows(Stream(path, np.uint16, 2, range(3, 8))) == [
+        ([8, 60000, 9], 1, 0), ([9, 10, 11], 1, 1),
+    ]  # fmt: skip
+    assert rows(Stream(path, np.uint16, 4)) == [
+        ([5, 6, 7, 8, 60000], 1, 0), ([60000, 9, 10, 11, 12], 1, 1),
+    ]  # fmt: skip
     maps = Path("/proc/self/maps").read_text()
-    assert [str(folder / name) in maps for name in ("index", "ids")] == [True, False]
-    assert [list(of) for of in found.sizes([2, 0, 1])] == [[4, 3, 1], [3, 1, 0]]
-    stretches = Tokens(folder, np.uint16, length=3)
-    assert [list(of) for of in stretches.sizes([2, 0])] == [[2, 4], [1, 3]]
-    assert rows(stretches) == [([5, 6, 7, 8], 1, 0), ([8, 9, 60000, 11], 1, 1), ([11, 12], 1, 2)]
-    assert rows(Tokens(folder, np.uint16, length=3, most=1)) == rows(stretches)[:1]
-    with pytest.raises(RunError, match=r"/file/name: cannot be written .*File exists"):
-        (tmp_path / "file").touch()
-        write_tokens(tmp_path / "file" / "name", list, np.uint16)
+    assert str(path) not in maps
 
 
-@pytest.mark.parametrize(("tokens", "room"), [(9, 12), (1, 8)], ids=["ids", "index"])
-def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
-    """Though a library keeps the last bytes to itself until the end."""
-    one = Rows(np.arange(tokens), np.array([tokens]), np.array([1]))
-    said = r"/name: cannot be written .File too large"
-    with full_disk(room), pytest.raises(RunError, match=said):
-        write_tokens(tmp_path / "name", lambda: [one], np.uint16)
-    assert not (tmp_path / "name").exists()
-
-
-def test_the_content_is_on_disk_before_the_name_and_locks_may_be_missing(
+def test_long_pairs_are_counted_some_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on some file systems of clusters: there several ranks write at once, each its own."""
+    monkeypatch.setattr("training.tasks.tokens.AT_ONCE", 3)
+    sizes = np.array([1, 1, 1, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 9])  # 2, 3, 2, 4, 2, 2, 10 tokens
+    write_tokens(tmp_path / "a", [(np.arange(sizes.sum()), sizes)], np.int32)
+    counts = [Tokens(tmp_path / "a", np.int32, most).num_cut() for most in (9, 8, 2, 1)]
+    assert counts == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(13, 24), (1, 20)], ids=["ids", "bounds"])
+def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
+    """Though a library keeps the last bytes to itself until the end."""
+    one = np.arange(tokens), np.array([1, tokens - 1])
+    said = r"/name: cannot be written .File too large"
+    with full_disk(room), pytest.raises(RunError, match=said):
+        made_once(tmp_path / "name", lambda new: write_tokens(new / "a", [one], np.uint16))
+    assert not tmp_path.exists()
+
+
+def test_the_content_is_on_disk_before_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[tuple[int, bool]] = []
 
     def sync(file: int) -> None:
         synced.append((os.fstat(file).st_size, (tmp_path / "name").exists()))
 
     monkeypatch.setattr("os.fsync", sync)
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "No locks")))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "")
-    monkeypatch.setenv("RANK", "0")
-    one = Rows(np.array([5, 6, 7]), np.array([3]), np.array([2]))
-
-    def slow() -> list[Rows]:
-        monkeypatch.setenv("RANK", "1")  # which begins later, and ends before
-        write_tokens(tmp_path / "name", lambda: [one], np.uint16)
-        return [one]
-
-    write_tokens(tmp_path / "name", slow, np.uint16)
-    assert synced == [(6, False), (12, False), (6, True), (12, True)]
-    assert rows(Tokens(tmp_path / "name", np.uint16)) == [([5, 6, 7], 2, 0)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "name"]
+    one = np.array([5, 6, 7]), np.array([2, 1])
+    made_once(tmp_path / "name", lambda new: write_tokens(new / "a", [one], np.uint16))
+    assert synced == [(6, False), (24, False)]
+    assert rows(Tokens(tmp_path / "name" / "a", np.uint16, 9)) == [([5, 6, 7], 2, 0)]
 
 
-def test_a_second_start_takes_the_tokens_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CHANGES: dict[str, tuple[str, str, list[str]]] = {  # an option, two values, what is made anew
+    "nothing": ("", "", []),
+    "the length, at which pairs are cut later": ("--model_max_length", "61", []),
+    "the vocabulary": ("--vocab_size", "262", ["tokenizer", *SPLITS]),
+    "the direction": ("--src en --tgt", "de", ["tokenizer", *SPLITS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "validation", "train", "files of a tokenizer"])
+def test_a_second_start_takes_what_the_first_has_made_of_the_same(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the text is another, or the length."""
-    line = f"train single {TINY} --workdir {tmp_path} --model_max_length "
-    made = []
+    """And it gets what a first start gets."""
+    made: list[str] = []
 
-    def noted(task: TranslationTask, split: str) -> Iterator[Rows]:
-        made.append(split)
-        return real(task, split)
+    def noted(name: str, real: Any) -> Any:
+        def noting(task: TranslationTask, argument: Any) -> Any:
+            made.append(argument if isinstance(argument, str) else "tokenizer")
+            return real(task, argument)
 
-    real = TranslationTask.encoded
-    monkeypatch.setattr(TranslationTask, "encoded", noted)
-    for length, validation, expected in (
-        (60, PAIRS, [*SPLITS]), (60, PAIRS, []), (60, PAIRS[1:], ["validation"]),
-        (61, PAIRS, [*SPLITS]),
-    ):  # fmt: skip
-        texts = Texts({"train": PAIRS, "validation": validation, "test": PAIRS})
+        monkeypatch.setattr(TranslationTask, name, noting)
+
+    noted("encoded", TranslationTask.encoded)
+    noted("train_tokenizer", TranslationTask.train_tokenizer)
+
+    def start(workdir: str, more: str = "", **splits: Any) -> TranslationTask:
         made.clear()
-        task = TranslationTask(parse(f"{line}{length}"), World(), texts)
-        assert made == expected
-        found = rows(task.examples["validation"])
-        assert found == rows(encoded(validation, task.tokenizer, "de", "en", length))
+        (tmp_path / workdir).mkdir(exist_ok=True)
+        line = f"train single {TINY} --workdir {tmp_path / workdir} --model_max_length 60 {more}"
+        texts = Texts(dict.fromkeys(SPLITS, PAIRS) | splits)
+        return TranslationTask(parse(line), World(), texts, files)
+
+    files = None
+    first = start("a")
+    assert made == ["tokenizer", *SPLITS]
+    option, value, expected = CHANGES.get(what, ("", "", []))
+    other = {what: PAIRS[1:]} if what in SPLITS else {}
+    if what in SPLITS:
+        expected = [*SPLITS] if what == "validation" else ["tokenizer", *SPLITS]
+    if what == "files of a tokenizer":  # of a checkpoint
+        get_tokenizer(PAIRS[1:], 280, "de", "en", tmp_path)
+        names = ("tokenizer.json", "tokenizer_config.json")
+        files = {name: (tmp_path / name).read_bytes() for name in names} | {"config.json": b""}
+        expected = [*SPLITS]
+    again = start("a", f"{option} {value}", **other)
+    assert made == expected
+    anew = start("b", f"{option} {value}", **other)
+    for split in SPLITS:
+        assert rows(again.examples[split]) == rows(anew.examples[split])
+        changed = rows(again.examples[split]) != rows(first.examples[split])
+        assert changed == (bool(expected) and (what != "validation" or split == what))
+
+
+def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path: Path) -> None:
+    """In training, in prompts, and in plain text: those are added by us alone."""
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    for word in ("<eos_en>", "<eos_de>", "<pad>"):
+        for each in (tokenizer, again):
+            source, target = f"a {word}b", f"{word} Hello"
+            (pair,) = encode_in_memory([{"de": source, "en": target}], each, "de", "en", 99)
+            ids = pair.ids
+            assert [i for i in ids if i < 3] == [1, 2] and ids[pair.num_source - 1] == 1
+            assert each.decode(ids[: pair.num_source - 1]) == source
+            assert each.decode(ids[pair.num_source : -1]) == target
+            ((_, found, _),) = tokens_of([[source, target]], each)
+            assert [*found] == [i for i in ids if i > 2]
+            assert ids_of(["Ja.", source], each, "de")[1] == ids[: pair.num_source]
+
+
+def test_pairs_that_are_cut_and_sizes_that_are_not_reached_are_said(tmp_path: Path) -> None:
+    args = parse(f"train single {TINY} --model_max_length 20 --workdir {tmp_path}")
+    texts = Texts({"train": [*PAIRS, *PAIRS], "validation": PAIRS[:1], "test": PAIRS})
+    task = TranslationTask(args, World(), texts)
+    lengths = [
+        sum(len(task.tokenizer(text)["input_ids"]) + 1 for text in p.values()) for p in PAIRS
+    ]
+    long = sum(length > 21 for length in lengths)
+    assert 0 < long < 3 and lengths[0] <= 21
+    assert task.texts.notes == [
+        f"train: {2 * long} of 6 pairs cut to --model_max_length 20 tokens.",
+        f"test: {long} of 3 pairs cut to --model_max_length 20 tokens.",
+    ]
+    assert task.describe().splitlines()[2:] == task.texts.notes
 
 
 def test_a_long_text_has_the_same_tokens_in_pieces(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at lines and, where a line is long, at words."""
-    monkeypatch.setattr("training.tasks.any_text.PIECE", 5)
+    monkeypatch.setattr("training.tasks.plain_text.PIECE", 5)
     text = "Der Hund.\n\nDie Katze \n im\r\nGarten.\n   Ja,\n\n\n\tsie\nsieht ihn.\nUnd\ndann \n"
     found = list(pieces(text))
     assert [text.index(piece) for piece in found[1:]] == [14, 20, 25, 48, 54, 60]
     assert "".join(found) == text
     every = tokens_of([found[:2], found[2:]], tokenizer)
-    assert [t for ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
+    assert [t for _, ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
 
 
 def test_lists_are_tokenized_in_order_and_a_few_ahead(tokenizer: Any) -> None:
@@ -231,8 +282,10 @@ def test_lists_are_tokenized_in_order_and_a_few_ahead(tokenizer: Any) -> None:
             read.append(number)
             yield some
 
-    found, ahead = [], []
-    for ids, lengths in tokens_of(reading(), tokenizer):
+    found: list[tuple[list[int], list[int]]] = []
+    ahead = []
+    for some, ids, lengths in tokens_of(reading(), tokenizer):
+        assert some == lists[len(found)]
         found.append((ids.tolist(), lengths.tolist()))
         ahead.append(len(read) - len(found))
     every = [tokenizer(some)["input_ids"] for some in lists]
