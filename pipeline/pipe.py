@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_hooks
-from runtime.randomness import StepSeed
+from runtime.randomness import OfThread, StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 
@@ -320,8 +320,9 @@ class Pipe(nn.Module):
         stages, layers = [], 0  # layers: those of the stages before
         for j, device in enumerate(self.devices):
             partition = cast(nn.Sequential, self.partitions[j])
+            draws = OfThread(device, seed)
             stages.append(
-                Stage(j, partition, device, seed, layers, self.recompute, num_microbatches)
+                Stage(j, partition, device, draws, layers, self.recompute, num_microbatches)
             )
             layers += len(partition)
         return stages

@@ -47,7 +47,7 @@ from torch.utils import _pytree as pytree
 from runtime.graph import Gradients, Graph, memory_of
 from runtime.guards import Guard, refuse_hidden, written_by_torch
 from runtime.linear import WeightsLater, add, let_weights_wait
-from runtime.randomness import NoDraws, StageRandomness, StepSeed
+from runtime.randomness import OfProcess, OfThread, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 
@@ -89,7 +89,7 @@ class Stage:
     Args:
         index: of the stage.
         device: may be logical, e.g. cpu:1.
-        seed: of the step's draws, one for all stages.
+        randomness: of the layers' draws; by default a thread's, with a seed of its own.
         first_layer: the number of layers on the stages before.
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
@@ -102,7 +102,7 @@ class Stage:
         index: int,
         module: nn.Sequential,
         device: torch.device,
-        seed: StepSeed | None = None,
+        randomness: OfThread | OfProcess | None = None,
         first_layer: int = 0,
         recompute: str = NEVER,
         num_microbatches: int = 0,
@@ -121,8 +121,7 @@ class Stage:
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
-        self._seed = seed or StepSeed()
-        self._randomness = StageRandomness(device)
+        self._randomness = randomness or OfThread(device, StepSeed())
         let_weights_wait(module)
         self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
         self._recompute = recompute
@@ -253,7 +252,7 @@ class Stage:
         with ExitStack() as modes:
             if torch.is_grad_enabled():  # gradients are wanted, in whatever mode the layers are
                 modes.enter_context(graph.later)
-            modes.enter_context(self._randomness.of(self._seed, k, i))
+            modes.enter_context(self._randomness.of(k, i))
             yield
 
     def _with_graph(self, i: int) -> _Kept:
@@ -280,7 +279,7 @@ class Stage:
             if not graph.part.torchs_own or self.tail:
                 # code of others may repeat a forward: checkpoints
                 modes.enter_context(graph.later)
-                modes.enter_context(NoDraws())
+                modes.enter_context(self._randomness.in_backward())
             result, found = graph.differentiate(graph.part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
         later = {p for product in graph.later.products for p in product.trained}

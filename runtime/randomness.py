@@ -3,10 +3,15 @@
 Problem. Torch has one default CPU generator for all threads. Two stages that draw their dropout
 masks from it at the same time get different masks in every run.
 
-Idea. Each (layer, micro-batch) draws from its own generator, seeded from the caller's default
-generator. So `torch.manual_seed` governs every draw, the same seed gives the same bits under every
-schedule and every cut of the layers (a cut by measured costs may differ from run to run), and a
-step that draws nothing leaves the default generator untouched.
+Idea. Each (layer, micro-batch) has a seed of its own, made from one number of the step that comes
+from the caller's default generator. So `torch.manual_seed` governs every draw, and the same seed
+gives the same bits under every schedule and every cut of the layers (a cut by measured costs may
+differ from run to run).
+
+A process with one worker, a rank, seeds the default generators before each layer (`OfProcess`), and
+restores them after the step. Threads share them, so each stage has a generator of its own, and
+draws are redirected to it (`OfThread`); a step that draws nothing leaves the default generator
+untouched.
 
 How draws are redirected. Torch tags every operator that draws. A `TorchFunctionMode` is
 thread-local and sees each torch function called from Python. Tagged functions run under a
@@ -36,61 +41,76 @@ from __future__ import annotations
 
 import functools
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.mixed import mixed
 
-_DRAW_NOTHING: set[Any] = {  # for speed only: a missing entry does no harm
-    F.layer_norm, F.group_norm, F.batch_norm, F.relu, F.silu, F.softmax, F.log_softmax,
-    F.embedding, F.cross_entropy, Tensor.split, torch.split, torch.einsum,
-}  # fmt: skip
-
 
 class StepSeed:
-    """One number for a whole step, drawn from the default generator when first asked for.
+    """One number for a whole step, drawn from the default generator when first asked for."""
 
-    ``peek`` leaves the generator's state alone. Processes need this where only the stages that draw
-    ask for the number: all must end with the same state.
-    """
-
-    def __init__(self, peek: bool = False) -> None:
+    def __init__(self) -> None:
         self._value: int | None = None
         self._lock = threading.Lock()  # the stages of a step ask at the same time
-        self._peek = peek
 
     def get(self) -> int:
         with self._lock:
             if self._value is None:
-                default = torch.default_generator
-                source = default.clone_state() if self._peek else default  # the clone advances
-                self._value = int(torch.randint(2**62, (), generator=source, device="cpu"))
+                default = torch.default_generator  # named, so that the draw is not redirected
+                self._value = int(torch.randint(2**62, (), generator=default, device="cpu"))
             return self._value
 
 
-class StageRandomness(TorchFunctionMode):
-    """Inside ``with randomness.of(step, layer, i):`` torch draws from that layer's generator."""
+class OfProcess:
+    """The generators of this process and of its device, seeded before each layer by ``seed``, the
+    number of the step. Use it inside `torch.random.fork_rng`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device, self._seed = device, seed
+
+    def of(self, layer: int, microbatch: int) -> AbstractContextManager[object]:
+        """For a layer's forward."""
+        seed = mixed(self._seed, layer, microbatch)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            with torch.accelerator.device_index(self._device.index):
+                torch.get_device_module(self._device).manual_seed(seed)
+        return nullcontext()
+
+    def in_backward(self) -> AbstractContextManager[object]:
+        """A forward that is repeated there restores the generators itself."""
+        return nullcontext()
+
+
+class OfThread(TorchFunctionMode):
+    """Inside ``with randomness.of(layer, i):`` torch draws from that layer's generator."""
+
+    def __init__(self, device: torch.device, step: StepSeed) -> None:
         super().__init__()
         self._gpu = None if device.type == "cpu" else device
         self._generator = torch.Generator()
-        self._step = StepSeed()
-        self._layer = self._microbatch = 0
-        self._seeded = False  # for this (layer, micro-batch)
+        self._step = step
+        self._place = 0, 0  # layer, micro-batch
+        self._seeded = False  # for this place
         self._gpu_state: Tensor | None = None  # of its generator, from before its first draw
 
-    def of(self, step: StepSeed, layer: int, microbatch: int) -> StageRandomness:
-        self._step, self._layer, self._microbatch = step, layer, microbatch
+    def of(self, layer: int, microbatch: int) -> OfThread:
+        """For a layer's forward."""
+        self._place = layer, microbatch
         self._seeded = False  # only a first draw seeds: an action without one pays nothing
         return self
+
+    def in_backward(self) -> OfThread:
+        """A draw raises there."""
+        return NoDraws()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -113,7 +133,7 @@ class StageRandomness(TorchFunctionMode):
         """The generator of this (layer, micro-batch). The first call seeds it, and the device's,
         with the same seed."""
         if not self._seeded:
-            seed = mixed(self._step.get(), self._layer, self._microbatch)
+            seed = mixed(self._step.get(), *self._place)
             self._generator.manual_seed(seed)
             if self._gpu is not None:
                 module = torch.get_device_module(self._gpu)
@@ -124,11 +144,11 @@ class StageRandomness(TorchFunctionMode):
         return self._generator
 
 
-class NoDraws(StageRandomness):
+class NoDraws(OfThread):
     """Inside ``with``, a draw raises. For backwards."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))  # stands for all devices: none is seeded here
+        super().__init__(torch.device("cpu"), StepSeed())  # for all devices: none is seeded here
 
     def generator(self) -> torch.Generator:
         raise RuntimeError(
@@ -142,7 +162,7 @@ class NoDraws(StageRandomness):
 class _Kernels(TorchDispatchMode):
     """Inside ``with``, kernels draw from the generator of ``randomness``."""
 
-    def __init__(self, randomness: StageRandomness) -> None:
+    def __init__(self, randomness: OfThread) -> None:
         super().__init__()
         self._randomness = randomness
 
@@ -172,7 +192,7 @@ def _named(gpu: torch.device) -> tuple[torch.device, ...]:
 def _may_draw(func: Any) -> bool:
     """Whether a function called from Python may draw, by the tags of its operators, if any."""
     if isinstance(func, FunctionType):
-        return func not in _DRAW_NOTHING  # what it calls inside is unknown
+        return True  # what it calls inside is unknown
     name = getattr(func, "__name__", "").split(".")[0]  # an overload's name ends in .overload
     packet = getattr(torch.ops.aten, name, None)
     return isinstance(packet, OpOverloadPacket) and any(

@@ -51,7 +51,7 @@ from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
 from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.meta import Initialize, materialize, names_of
-from runtime.randomness import StepSeed
+from runtime.randomness import OfProcess, StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 from runtime.waits import device_of_float64
@@ -162,8 +162,6 @@ class ProcessPipe:
         with self._step(), torch.enable_grad():
             refuse_gradient(x, "the input", "make what computes it the first of the layers")
             refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
-            seed = StepSeed()
-            seed.get()  # even if no layer draws, so that all ranks draw equally often
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut_batch(x, target, sizes)
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
@@ -175,8 +173,8 @@ class ProcessPipe:
             # with hooks, which `hooks_held` silences.
             held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
             stages = self._stages(
-                seed, recompute=self._recompute, num_microbatches=len(inputs),
-                deliver=deliver, held_back=held_back,
+                recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver,
+                held_back=held_back,
             )  # fmt: skip
             end: Losses | Channel = Channel()
             if self._is_last:  # nobody else needs the targets
@@ -207,8 +205,9 @@ class ProcessPipe:
         this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
         with self._step(), torch.no_grad():
-            stages, end = self._stages(StepSeed(peek=True), beside), Channel()
-            self._run(stages, [x], forwards(self.ranks, 1), end)
+            state, end = torch.get_rng_state(), Channel()
+            self._run(self._stages(beside), [x], forwards(self.ranks, 1), end)
+            torch.set_rng_state(state)  # an evaluation draws nothing
             # every rank waits here until the last stage has the output
             self._neighbours.from_last(torch.zeros(()) if self._is_last else None)
             return end.get(0) if self._is_last else None
@@ -262,16 +261,16 @@ class ProcessPipe:
                 time.sleep(_GRACE)
             raise
 
-    def _stages(
-        self, seed: StepSeed, beside: Mapping[str, Any] | None = None, **how: Any
-    ) -> list[Stage]:
+    def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; ``how``: the other arguments of `Stage`."""
         refuse_hooks(self._uncalled)
+        # drawn even if no layer draws, so that all ranks draw equally often
+        draws = OfProcess(self.device, StepSeed().get())
         stages, first_layer = [], 0
         for s, part in enumerate(self._parts):
             if s in self._own:
                 module = part if beside is None else nn.Sequential(_With(part, beside))
-                stage = Stage(s, module, self.device, seed, first_layer, **how)
+                stage = Stage(s, module, self.device, draws, first_layer, **how)
                 if s in self._neighbours.up:
                     stage.shared_before = self._neighbours.up[s].shared  # filled as messages arrive
                 stages.append(stage)
@@ -290,7 +289,9 @@ class ProcessPipe:
         flow = Dataflow(stages, up, down, self.recorder)
         for i, value in enumerate(inputs):
             up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
-        flow.run(lists[self.rank])  # on the calling thread
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+            flow.run(lists[self.rank])  # on the calling thread; layers seed their draws
 
 
 class _With(nn.Module):

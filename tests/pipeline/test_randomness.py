@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import ONE_EACH
 from runtime.mixed import mixed
-from runtime.randomness import StageRandomness, StepSeed
+from runtime.randomness import OfThread, StepSeed
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
@@ -104,14 +104,15 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_draws_draws_from_the_stage(name: str) -> None:
     x = torch.ones(3, 5, 8)
-    randomness, step = StageRandomness(CPU), StepSeed()
+    step = StepSeed()
+    randomness = OfThread(CPU, step)
     step.get()
     torch.manual_seed(0)
     before = torch.get_rng_state()
 
     def draw(i: int) -> Tensor:
         torch.manual_seed(0)
-        with randomness.of(step, 0, i):
+        with randomness.of(0, i):
             result = CALLS[name](x)
         assert torch.equal(torch.get_rng_state(), before)
         return result[0] if isinstance(result, tuple) else result
@@ -127,9 +128,10 @@ def test_apples_gpu_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.mps.get_rng_state", lambda: before)
     monkeypatch.setattr("torch.mps.manual_seed", told.append)
     monkeypatch.setattr("torch.mps.set_rng_state", told.append)
-    randomness, step = StageRandomness(torch.device("mps")), StepSeed()
+    step = StepSeed()
+    randomness = OfThread(torch.device("mps"), step)
     for i in (3, 3, 4):
-        with randomness.of(step, 2, i):
+        with randomness.of(2, i):
             randomness.generator()
             randomness.generator()
     seeds = [mixed(step.get(), 2, i) for i in (3, 3, 4)]
@@ -137,8 +139,5 @@ def test_apples_gpu_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
-    with (
-        StageRandomness(CPU).of(StepSeed(), 0, 0),
-        pytest.raises(RuntimeError, match="native_dropout"),
-    ):
+    with OfThread(CPU, StepSeed()).of(0, 0), pytest.raises(RuntimeError, match="native_dropout"):
         torch.native_dropout(torch.ones(4), 0.5, True)
