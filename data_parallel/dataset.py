@@ -49,6 +49,13 @@ def shuffled_indices(n: int, seed: int) -> Sequence[int]:
     return indices
 
 
+def global_batches(n: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Sequence[int]]:
+    """The examples of each global batch of an epoch, from the batch with the number `start` on: the
+    one order of all that is dealt."""
+    order = shuffled_indices(n, seed)
+    return (order[first : first + batch_size] for first in range(start * batch_size, n, batch_size))
+
+
 def even_slices(n: int, parts: int) -> list[slice]:
     """n examples cut into `parts` consecutive parts whose sizes differ by at most one, the larger
     first. With fewer examples than parts, one part per example."""
@@ -122,11 +129,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[int]]:
         n, size, key = len(self.dataset), self.batch_size, self.key
-        order = shuffled_indices(n, self.seed)
-        for first in range(self.start * size, n, size):
-            batch = order[first : first + size]
+        batches = global_batches(n, size, self.seed, self.start)
+        for number, batch in enumerate(batches, self.start):
             if key is not None:
                 batch = [batch[i] for i in np.argsort(key(batch), kind="stable")]
+            first = number * size
             # Rank r has the places r, r + W, r + 2 W, ... of the epoch.
             if mine := list(batch[(self.rank - first) % self.world_size :: self.world_size]):
                 yield mine

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
+from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.dropout import Keys
 from training.files import TOKENS, writing
 from training.launch.errors import counted
@@ -161,12 +161,9 @@ class SequenceTask(TrainingTask, ABC):
         """The steps of an epoch. Which examples form a global batch depends on the seed and the
         epoch alone; each batch is dealt out by length, so that all parts have equal work."""
         examples, size = self.examples["train"], self.args.batch_size
-        n = len(examples)
         seed = stream(self.args.seed, "data order", epoch)
-        order = shuffled_indices(n, seed)  # as in partition_dataset below: the same seed
-        counts = (  # target tokens of each global batch
-            int(examples.sizes(order[k : k + size])[1].sum()) for k in range(start * size, n, size)
-        )
+        batches = global_batches(len(examples), size, seed, start)
+        counts = (int(examples.sizes(batch)[1].sum()) for batch in batches)  # target tokens of each
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
             part, parts, examples, size,

@@ -216,21 +216,28 @@ def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> di
         ranges[split] = (of, first, min(size, size if most is None else most))
     ranges = {split: ranges[split] for split in SPLITS}
     _check_sizes(source, ranges, dp)
-    found = {split: partial(_some, source, of, keys, *at) for split, (of, *at) in ranges.items()}
-    return {
-        "ranges": ranges,
-        "hashes": {split: hash_of(found[split]()) for split in SPLITS},
-        "test": list(found["test"]()),
-        "notes": notes,
-    }
+    test, hashes = list[Pair](), dict[str, str]()
+    rest = {of: _usable(source, of, keys) for of in source.rows}
+    done = dict.fromkeys(rest, 0)
+    for split, (of, first, size) in ranges.items():  # a source's pairs are read once, in order
+        some: Iterable[Pair] = islice(rest[of], first - done[of], first - done[of] + size)
+        done[of] = first + size
+        if split == "test":
+            some = test = list(some)
+        hashes[split] = hash_of(some)
+    return {"ranges": ranges, "hashes": hashes, "test": test, "notes": notes}
 
 
 def _some(
     source: Source, split: str, keys: tuple[str, str], first: int, size: int
 ) -> Iterator[Pair]:
-    """`size` pairs with text on both sides, after the first `first` ones."""
-    usable = (pair for pair in _pairs(source, split, keys) if all(pair.values()))
-    return islice(usable, first, first + size)
+    """`size` usable pairs, after the first `first` ones."""
+    return islice(_usable(source, split, keys), first, first + size)
+
+
+def _usable(source: Source, split: str, keys: tuple[str, str]) -> Iterator[Pair]:
+    """The pairs of a source's split with text on both sides."""
+    return (pair for pair in _pairs(source, split, keys) if all(pair.values()))
 
 
 def _pairs(source: Source, split: str, keys: tuple[str, str]) -> Iterator[Pair]:

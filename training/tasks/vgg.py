@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_parallel.dataset import even_slices, partition_dataset
+from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from training.launch.world import World
 from training.options import VGG, Options
 from training.tasks.task import stream
@@ -143,11 +143,9 @@ class PictureTask(TrainingTask):
     ) -> Iterator[Step]:
         """The steps of an epoch."""
         n, size = len(self.sets.train), self.args.batch_size
-        counts = [min(size, n - a) for a in range(start * size, n, size)]  # of the global batches
-        loader = partition_dataset(
-            part, parts, range(n), size, list, start=start,
-            seed=stream(self.args.seed, "data order", epoch),
-        )  # fmt: skip
+        seed = stream(self.args.seed, "data order", epoch)
+        counts = map(len, global_batches(n, size, seed, start))
+        loader = partition_dataset(part, parts, range(n), size, list, seed=seed, start=start)
         nothing: Any = []  # for a rank that gets none of the last, smaller batch
         for count, mine in zip_longest(counts, loader, fillvalue=nothing):
             cut = [
