@@ -97,7 +97,6 @@ class Pretrained:
         config = AutoConfig.from_pretrained(self.name, use_cache=False)
         config.update({f"{place}_pdrop": self.dropout for place in ("resid", "embd", "attn")})
         config.vocab_size = max(config.vocab_size, num_tokens)
-        config.name_or_path = ""  # each host has its own
         if config.activation_function == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"  # the same function, see gpt2.py
         return config
