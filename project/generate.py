@@ -41,9 +41,8 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
-    add("--temperature", type=TEMPERATURE, metavar="T",
-        help="sample tokens, from logits divided by this; 0 takes the most probable; default: 0, "
-        "or 1 with --top_k or several samples")  # fmt: skip
+    add("--temperature", type=TEMPERATURE, default=0.0, metavar="T",
+        help="sample tokens, from logits divided by this [0: take the most probable]")  # fmt: skip
     add("--top_k", type=count, metavar="K", help="sample from the K most probable tokens")
     add("--seed", type=whole, default=0, help="of the samples [0]")
     add("--max_new_tokens", type=count, default=128, metavar="N",
@@ -52,16 +51,10 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip
     args = parser.parse_intermixed_args(argv)  # text may follow options
-    if args.text and args.input:
-        parser.error(f"--input {args.input}: there is text on the command line, too; leave one out")
-    if args.export and (args.text or args.input):
-        parser.error(f"--export {args.export} generates nothing: leave out text and --input")
-    several = args.num_samples > 1 or args.top_k is not None
-    if args.temperature == 0 and several:
-        parser.error("--temperature 0 with --num_samples or --top_k: the most probable token is "
-                     "always the same; --temperature 0.8 works")  # fmt: skip
-    if args.temperature is None:
-        args.temperature = 1.0 if several else 0.0
+    if bool(args.text) + bool(args.input) + bool(args.export) > 1:
+        parser.error("of text, --input and --export one works at a time; leave out the others")
+    if args.temperature == 0 and (args.num_samples > 1 or args.top_k):
+        parser.error("--num_samples and --top_k sample: --temperature 0.8 works with them")
     return args
 
 
@@ -111,6 +104,23 @@ def read_lines(args: argparse.Namespace) -> list[str]:
         ) from error
 
 
+def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:
+    """The token ids of each line, with the token that ends a sentence to translate. Text that looks
+    like such a token is text. Raises UserError if a line is too long."""
+    last, room = tokenizer.convert_tokens_to_ids([end] if end else []), tokenizer.model_max_length
+    prompts = [
+        tokenizer(line, split_special_tokens=True, verbose=False)["input_ids"] + last
+        for line in lines
+    ]
+    for number, ids in enumerate(prompts, 1):
+        if len(ids) >= room:
+            raise UserError(
+                f"line {number} has {len(ids)} tokens, and the model was trained on sequences of "
+                f"{room}; {room - 1} tokens or fewer work"
+            )
+    return [ids or [tokenizer.eos_token_id] for ids in prompts]
+
+
 def continuations(
     model: Any, tokenizer: Any, lines: Sequence[str], args: argparse.Namespace
 ) -> list[list[str]]:
@@ -118,16 +128,8 @@ def continuations(
 
     Lines of equal length are continued together: no padding, and each has all of the room.
     """
-    end, room = source_end(tokenizer), tokenizer.model_max_length
-    prompts: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
-        ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [tokenizer.eos_token_id]
-        if len(ids) >= room:
-            raise UserError(
-                f"line {number} has {len(ids)} tokens, and the model was trained on sequences of "
-                f"{room}; {room - 1} tokens or fewer work"
-            )
-        prompts.append(ids)
+    end, n, size = source_end(tokenizer), args.num_samples, args.batch_size
+    prompts = prompts_of(tokenizer, lines, end)
     by_length: dict[int, list[int]] = {}  # the numbers of lines
     for i, line in enumerate(lines):
         if line.strip() or not end:  # else there is nothing to translate
@@ -135,22 +137,25 @@ def continuations(
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature:
         options = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k or 0}
-    unused = list(range(len(tokenizer), model.config.vocab_size))  # rows of no token
+    if unused := list(range(len(tokenizer), model.config.vocab_size)):  # rows of no token
+        options["suppress_tokens"] = unused
     torch.manual_seed(args.seed)
-    n, size = args.num_samples, args.batch_size
     texts = [[""] * n for _ in lines]
     batches = [rows[k : k + size] for rows in by_length.values() for k in range(0, len(rows), size)]
     for batch in tqdm(batches, "Generating", leave=False, disable=None):
         ids = torch.tensor([prompts[i] for i in batch], device=model.device)  # [B, T]
         T = ids.size(1)
         outputs = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_length=min(room, T + args.max_new_tokens),
-            num_return_sequences=n, suppress_tokens=unused or None, **options,
+            ids, attention_mask=torch.ones_like(ids), num_return_sequences=n,
+            max_length=min(tokenizer.model_max_length, T + args.max_new_tokens), **options,
         )  # [B n, T + new tokens]  # fmt: skip
-        found = tokenizer.batch_decode(outputs[:, T:], skip_special_tokens=True)
+        generated = tokenizer.batch_decode(outputs[:, T:], skip_special_tokens=True)
         for k, i in enumerate(batch):
-            texts[i] = [text.strip() if end else lines[i] + text for text in found[k * n :][:n]]
-    return [[" ".join(lines_of(text)) for text in of_line] for of_line in texts]
+            texts[i] = [
+                " ".join(lines_of(text.strip() if end else lines[i] + text))
+                for text in generated[k * n : (k + 1) * n]
+            ]
+    return texts
 
 
 def main() -> None:

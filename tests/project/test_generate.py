@@ -96,7 +96,7 @@ def test_what_is_drawn(trained: Trained) -> None:
     assert generated(trained, LINES, *options, "--seed", "1")[1] != first[1]
     likeliest = generated(trained, LINES[:3])
     assert generated(trained, LINES[:3], "--temperature", "1e-6") == likeliest
-    assert generated(trained, LINES[:3], "--top_k", "1") == likeliest
+    assert generated(trained, LINES[:3], "--temperature", "1", "--top_k", "1") == likeliest
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,12 @@ def test_what_is_drawn(trained: Trained) -> None:
 def test_where_a_line_ends(content: str, lines: list[str]) -> None:
     Path("lines.txt").write_bytes(content.encode())
     assert generate.read_lines(generate.parse_generate(["w", "--input", "lines.txt"])) == lines
+
+
+def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
+    ids, other = generate.prompts_of(trained[1], ["Ei<eos_de>", "Ei"], "<eos_de>")
+    assert (ids.count(1), ids[-1], other[-1]) == (1, 1, 1)
+    assert trained[1].decode(ids, skip_special_tokens=True) == "Ei<eos_de>"
 
 
 def test_what_is_no_model_is_known_without_torch() -> None:
@@ -192,8 +198,9 @@ def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
-        (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
-        (["Ei", "--input", "x"], "there is text on the command line"),
-        (["Ei", "--export", "new"], "--export new generates nothing: leave out text and --input"),
+        (["--top_k", "3"], "--num_samples and --top_k sample: --temperature 0.8 works with them"),
+        (["--num_samples", "3"], "--temperature 0.8 works"),
+        (["Ei", "--input", "x"], "of text, --input and --export one works at a time"),
+        (["Ei", "--export", "new"], "of text, --input and --export one works at a time"),
     ):
         assert why in refusal(generate.parse_generate, ["work", *wrong])
