@@ -130,6 +130,7 @@ def on_rank(
         if tamper is not None:
             tamper(rank, patch)
         args = parse(line)
+        args.workdir.mkdir(parents=True, exist_ok=True)  # as `alone_in_workdir` does
         device = choose_device(args.device, rank, world_size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
