@@ -13,6 +13,7 @@ beginning of a new text.
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -79,28 +80,25 @@ from tqdm import tqdm
 
 from project.utils import run_program
 from training.launch.world import choose_device
+from training.tasks.texts import text_lines
 from training.trained import export, load_trained, source_end
 
 
 def lines_of(text: str) -> list[str]:
-    r"""The lines of a text. Each ends at \n or \r\n, and nowhere else: what `str.splitlines` takes
-    for an end, such as a form feed or U+2028, is a part of the line."""
-    lines = re.split(r"\r?\n", text)
-    return lines if lines[-1] else lines[:-1]
+    """The lines of a text: see `text_lines`."""
+    return [*text_lines(io.BytesIO(text.encode()))]
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:
     """The lines to translate or continue. Raises UserError if the file cannot be read."""
     if args.text:
         return [line for text in args.text for line in lines_of(text) or [""]]
-    where = "standard input" if args.input is None else f"--input {args.input}"
     try:
-        content = sys.stdin.buffer.read() if args.input is None else args.input.read_bytes()
-        return lines_of(content.decode("utf-8-sig"))  # without a byte-order mark
+        return [*text_lines(args.input.open("rb") if args.input else sys.stdin.buffer)]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8")
+        reason = f"it is not UTF-8: {error}" if isinstance(error, ValueError) else error.strerror
         raise UserError(
-            f"{where}: it cannot be read ({reason}); a text file in UTF-8 works"
+            f"--input {args.input or '-'}: it cannot be read ({reason}); text in UTF-8 works"
         ) from error
 
 
