@@ -18,6 +18,8 @@ import yaml
 
 from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
+RANKS = ("dp", "pp", "tp")  # the fields of a layout whose product is its GPUs
+
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 Figures = dict[str, Any]  # of a machine
@@ -350,14 +352,15 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
 
 
 def layout_of(gpus: int | None = None, **given: Any) -> Layout:
-    """What is not given, or None, is the default; replicas are on all GPUs that tp and pp leave.
-    Raises ValueError if they are not."""
+    """What is not given, or None, is the default; replicas are on all GPUs that the other axes
+    leave. Raises ValueError if they are not."""
     given = {name: value for name, value in given.items() if value is not None}
-    pp, tp = given.get("pp", 1), given.get("tp", 1)
-    dp = given.setdefault("dp", max(1, (gpus or 1) // (pp * tp)))
-    product = dp * pp * tp
+    others = math.prod(given.get(axis, 1) for axis in RANKS if axis != "dp")
+    given.setdefault("dp", max(1, (gpus or 1) // others))
+    product = given["dp"] * others
     if gpus not in (None, product):
-        raise ValueError(f"dp {dp} x pp {pp} x tp {tp}, gpus {gpus}: {product} gpus work")
+        axes = " x ".join(f"{axis} {given.get(axis, 1)}" for axis in RANKS)
+        raise ValueError(f"{axes}, gpus {gpus}: {product} gpus work")
     return Layout(product, **given)
 
 

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, get_type_hints
 
 from .cost import PricedStep
-from .describe import Layout, Machine, Model, model_of
+from .describe import RANKS, Layout, Machine, Model, model_of
 from .passes import group
 
 NAMES = tuple(
@@ -23,7 +23,6 @@ KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
 SLOW = "zbv"  # of these: its lists take long to make
-RANKS = ("dp", "pp", "tp")
 # By the part of a step that grows most, why a layout is slower; share: this part's of its step.
 REASONS = {
     "products": "its matrix products take longer",
@@ -165,7 +164,7 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
     elif layout.pp == layout.tp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
-        words, names = f"3d {words}", RANKS + names
+        words, names = f"3d {words}", (*RANKS, *names)
     return (
         f"{start} {words} {options(layout, names)} --batch_size {layout.batch_size} "
         f"--num_microbatches {layout.num_microbatches} --model_max_length {model.seq} "

@@ -27,6 +27,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from pipeline.schedules.catalogue import SCHEDULES
 from project.command_line import Parser
+from runtime.axes import AXES
 from training.options import count
 
 OUTPUT = Path("submit_figures")  # of the course's functions
@@ -112,8 +113,8 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "n_train",
 )  # fmt: skip
 FACTS = (  # of the line below a picture
-    "model", "strategy", "world_size", "pp", "tp", "num_devices", "schedule", "num_microbatches",
-    "batch_size",
+    "model", "strategy", "world_size", *(axis for axis in AXES if axis != "dp"), "num_devices",
+    "schedule", "num_microbatches", "batch_size",
 )  # fmt: skip
 TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
 

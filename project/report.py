@@ -50,6 +50,7 @@ from project.figures.runs import Run, speed_up
 from project.figures.style import LINES, picture, readable
 from project.plan import machine_named
 from project.plot import describe as in_words
+from runtime.axes import AXES, place_of, sizes
 from training.files import OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
@@ -119,11 +120,12 @@ class Reported(Run):
         return fmean(line["tokens_per_sec"] * line["seconds"] for line in steps)
 
     @cached_property
-    def shape(self) -> tuple[int, int, int]:
-        """Data, pipeline and tensor parallel."""
+    def shape(self) -> dict[str, int]:
+        """Ranks, or stages in threads, on each axis."""
         used = self.summary
-        tp, pp = used.get("tp") or 1, max(used.get("pp") or 1, used.get("num_devices") or 1)
-        return max(1, used.get("world_size", 1) // (tp * pp)), pp, tp
+        if used.get("num_devices"):
+            return sizes(pp=used["num_devices"])
+        return {axis: used.get(axis) or 1 for axis in AXES}
 
     @property
     def seconds(self) -> float:
@@ -142,13 +144,13 @@ class Reported(Run):
         used, size = self.summary, self.config
         if self.machine is None or "n_embd" not in size:
             return None
-        (dp, pp, tp), batch, m = self.shape, used["batch_size"], used.get("num_microbatches") or 1
+        batch, m = used["batch_size"], used.get("num_microbatches") or 1
         model = describe.model_of(
             None, layers=size["n_layer"], hidden=size["n_embd"], heads=size["n_head"],
             vocab=size["vocab_size"], seq=round(self.positions / batch),
         )  # fmt: skip
         layout = describe.layout_of(
-            dp=dp, pp=pp, tp=tp, micro_batch=-(-batch // (dp * m)), batch_size=batch,
+            **self.shape, micro_batch=-(-batch // (self.shape["dp"] * m)), batch_size=batch,
             chunks=used.get("chunks") if used.get("schedule") == "interleaved" else None,
             recompute="never" if used.get("recompute") in (None, "never") else "always",
             precision=used.get("precision") or "fp32",
@@ -173,10 +175,10 @@ class Reported(Run):
     def planned_memory(self) -> list[float]:
         """The planner's bytes of each rank; none of stages that are threads of one rank."""
         ranks = self.summary["world_size"]
-        if self.priced is None or ranks < self.shape[1]:
+        if self.priced is None or ranks < self.shape["pp"]:
             return []
         stages = [held.gib * GIB for held in self.priced.memory]
-        return [stages[r // self.shape[2] % len(stages)] for r in range(ranks)]
+        return [stages[place_of(r, self.shape)["pp"]] for r in range(ranks)]
 
     def picture(self) -> Markup:
         """The recorded step above its prediction."""

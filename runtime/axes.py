@@ -7,6 +7,7 @@ the words of a run's first line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 AXES = {  # outermost first, each in a word
@@ -22,3 +23,11 @@ def sizes(**ranks: int) -> dict[str, Any]:
     if unknown := ranks.keys() - AXES.keys():
         raise ValueError(f"{', '.join(unknown)}: the axes are {', '.join(AXES)}")
     return {axis: ranks.get(axis, 1) for axis in AXES}
+
+
+def place_of(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:
+    """A rank's place on every axis, by the number of ranks on each."""
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, ranks[axis])
+    return place

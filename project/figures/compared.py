@@ -22,6 +22,7 @@ from typing import NamedTuple
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Action, Kind, dependencies, ended_with
 from planning.simulate import CAUSES, EXCHANGE, Gap, Simulation, Simulator, Work
+from runtime.axes import AXES, place_of, sizes
 from training.launch.errors import UserError
 from training.timeline import Event
 
@@ -244,7 +245,7 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     """As `compare`, of a run."""
     used, workers = run.summary, run.timeline
     threads = used.get("world_size", 1) == 1 and len(workers) > 1
-    n = len(workers) if threads else used.get("pp") or 1
-    rank_of = [r // (used.get("tp") or 1) % n for r in range(len(workers))]
+    ranks = sizes(pp=len(workers)) if threads else {axis: used.get(axis) or 1 for axis in AXES}
+    n, rank_of = ranks["pp"], [place_of(r, ranks)["pp"] for r in range(len(workers))]
     schedule = used["schedule"] if n > 1 else "1f1b"
     return compare(workers, schedule, rank_of, step=step, work=work)

@@ -207,10 +207,13 @@ def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
     one name are told apart by their paths, and one that is named twice is one run."""
     steps: dict[str, Any] = {"step_seconds": [9.0, 2.0, 2.0], "loss": [2.0, 1.0, 1.0], "load": 0.0}
     one = write_run(tmp_path, "a/run1", batch_size=12, **steps)
-    cut = write_run(tmp_path, "b/run8", batch_size=24, pp=2, tp=2, **steps)
+    cut = write_run(tmp_path, "b/run8", batch_size=24, dp=2, pp=2, tp=2, **steps)
     other = write_run(tmp_path, "c/run1", batch_size=6, **steps)
     runs = report.reported([one, cut, one])
-    assert [(run.name, run.shape) for run in runs] == [("run1", (1, 1, 1)), ("run8", (2, 2, 2))]
+    assert [(run.name, (*run.shape.values(),)) for run in runs] == [
+        ("run1", (1, 1, 1)),
+        ("run8", (2, 2, 2)),
+    ]
     text = text_of(report.render(runs, PAGE / "report.html"))
     assert "run1 1 x 1 x 1 12 2000.0 1.00x" in text and "run8 2 x 2 x 2 24 2000.0 2.00x" in text
     page = report.render(report.reported([one, other]), PAGE / "report.html")
