@@ -203,19 +203,17 @@ def test_what_the_planner_predicts(course: Path) -> None:
 
 
 def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
-    """Eight ranks are 2 x 2 x 2. Twice the examples in the same time are twice as fast. Folders of
+    """Eight ranks are 2 x 4 x 1. Twice the examples in the same time are twice as fast. Folders of
     one name are told apart by their paths, and one that is named twice is one run."""
     steps: dict[str, Any] = {"step_seconds": [9.0, 2.0, 2.0], "loss": [2.0, 1.0, 1.0], "load": 0.0}
     one = write_run(tmp_path, "a/run1", batch_size=12, **steps)
-    cut = write_run(tmp_path, "b/run8", batch_size=24, dp=2, pp=2, tp=2, **steps)
+    cut = write_run(tmp_path, "b/run8", batch_size=24, dp=2, pp=4, tp=1, **steps)
     other = write_run(tmp_path, "c/run1", batch_size=6, **steps)
     runs = report.reported([one, cut, one])
-    assert [(run.name, (*run.shape.values(),)) for run in runs] == [
-        ("run1", (1, 1, 1)),
-        ("run8", (2, 2, 2)),
-    ]
+    shapes = [(run.name, *run.shape.values()) for run in runs]
+    assert shapes == [("run1", 1, 1, 1), ("run8", 2, 4, 1)]
     text = text_of(report.render(runs, PAGE / "report.html"))
-    assert "run1 1 x 1 x 1 12 2000.0 1.00x" in text and "run8 2 x 2 x 2 24 2000.0 2.00x" in text
+    assert "run1 1 x 1 x 1 12 2000.0 1.00x" in text and "run8 2 x 4 x 1 24 2000.0 2.00x" in text
     page = report.render(report.reported([one, other]), PAGE / "report.html")
     assert f"{other} 1 x 1 x 1 6 2000.0 0.50x" in text_of(page)
     for absent in ("planner", "idle", "validation", "Gradients", 'what-if" auto'):

@@ -1,0 +1,30 @@
+"""A mesh of named axes: every rank's place, and whom it meets."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.axes import AXES, place_of, sizes
+from runtime.mesh import make_mesh
+
+
+def test_the_last_axis_has_the_neighbours() -> None:
+    """Of 3 x 2 x 4 ranks, as the picture in runtime/mesh.py has them: uneven, so that no two axes
+    can be exchanged."""
+    ranks = sizes(dp=3, tp=4, pp=2)
+    assert list(ranks) == list(AXES) == ["dp", "pp", "tp"]
+    places = [tuple(place_of(rank, ranks).values()) for rank in range(24)]
+    assert places == [(t, p, d) for d in range(3) for p in range(2) for t in range(4)]
+    assert place_of(13, ranks) == {"dp": 1, "pp": 1, "tp": 1}
+
+
+def test_one_process_has_every_axis() -> None:
+    mesh = make_mesh({}, 1.0)
+    assert [mesh[axis] for axis in AXES] == [(0, 1, None)] * 3 and mesh.counts_loss
+
+
+def test_what_is_no_mesh() -> None:
+    with pytest.raises(ValueError, match=r"^1 x 2 x 1 is not the number of ranks, 1$"):
+        make_mesh({"pp": 2}, 1.0)
+    with pytest.raises(ValueError, match=r"^xp: the axes are dp, pp, tp$"):
+        make_mesh({"xp": 2}, 1.0)
