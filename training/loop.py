@@ -123,9 +123,9 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
         notice.end_if_given()
-        found = model.measure(x, target)
-        if found is not None:  # None: no batch left, or another rank sees the outputs
-            totals += found
+        measures = model.measure(x, target)
+        if measures is not None:  # None: no batch left, or another rank sees the outputs
+            totals += measures
     world.sum(totals)  # each batch was measured on one rank
     loss, right, answers = totals.tolist()
     return loss / max(1.0, answers), right / max(1.0, answers)

@@ -139,10 +139,10 @@ class Results:
         """
         seconds = max(1e-9, totals.seconds)
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
-        mine = [totals.positions / seconds, totals.tokens / seconds]
-        every = self.world.of_parts(self.model.dp_rank, mine)  # collective
-        together = [sum(speeds) for speeds in zip(*every, strict=True)]
-        speeds = mine if self.model.results_per_rank else together
+        own_speeds = [totals.positions / seconds, totals.tokens / seconds]
+        all_speeds = self.world.of_parts(self.model.dp_rank, own_speeds)  # collective
+        summed = [sum(speeds) for speeds in zip(*all_speeds, strict=True)]
+        speeds = own_speeds if self.model.results_per_rank else summed
         result = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -154,10 +154,10 @@ class Results:
         }
         self.generated = score.generated
         self._write_epoch(epoch, {**result, **self.task.score_details})
-        self.history.append((totals.seconds, together[0]))
+        self.history.append((totals.seconds, summed[0]))
         self._say_row(
             str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
-            _number(score.value, 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in together),
+            _number(score.value, 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in summed),
         )  # fmt: skip
         self._say_speeds(epoch, totals.seconds, speeds[0])
         return result
@@ -190,8 +190,8 @@ class Results:
         """Writes summary.json, from which runs are compared, from metrics.jsonl, which ends with
         the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
-        mine = (peak_bytes(world.device), model.state_bytes())
-        peaks, states = zip(*world.gather(mine), strict=True)  # by rank
+        memory = (peak_bytes(world.device), model.state_bytes())
+        peaks, states = zip(*world.gather(memory), strict=True)  # by rank
         if not world.is_main:
             return
         *lines, last = read_metrics(args.workdir)
@@ -239,8 +239,8 @@ def options_of(args: Options) -> dict[str, Any]:
 def commands_of(workdir: Path) -> list[str]:
     """The commands that have trained what is in a workdir: the first, and those that resumed it."""
     path = workdir / OPTIONS
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return [*found.get("earlier_commands", []), *filter(None, [found.get("command")])]
+    options = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [*options.get("earlier_commands", []), *filter(None, [options.get("command")])]
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

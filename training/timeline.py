@@ -158,8 +158,8 @@ class Timeline:
 
     def events(self) -> list[Event]:
         """All events, ordered by start, on rank 0's clock."""
-        here = sorted(self._events, key=lambda event: event.start)
-        return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in here]
+        events = sorted(self._events, key=lambda event: event.start)
+        return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in events]
 
     def content(self) -> dict[str, Any]:
         """Of this rank's file."""
@@ -194,9 +194,9 @@ def clock_offset(world: World) -> float:
     for _ in range(ROUNDS):
         world.gather(None)
         clocks.append(time.perf_counter())
-    theirs = world.gather(clocks)[0]
-    rounds = zip(clocks, clocks[1:], theirs[1:], clocks[2:], strict=False)
-    error, offset = min((after - before, there - here) for before, here, there, after in rounds)
+    of_main = world.gather(clocks)[0]
+    rounds = zip(clocks, clocks[1:], of_main[1:], clocks[2:], strict=False)
+    error, offset = min((after - before, main - own) for before, own, main, after in rounds)
     return offset if abs(offset) > error else 0.0
 
 
