@@ -3,6 +3,7 @@
     python -m benchmarks                      all: each takes up to five minutes on two cores
     python -m benchmarks data_parallel        one of them
     python -m benchmarks --list
+    BENCHMARK_DATASET=my_folder python -m benchmarks generation     on pairs of your own, de to en
 
 A goal is a ratio that this project set itself. A run in which one is missed says so and ends with
 status 1: a benchmark on a busy machine is not a failure of the code, but nor is it a success.
@@ -14,9 +15,8 @@ import argparse
 import importlib
 
 NAMES = (
-    "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program",
-    "process_pipeline", "chunks", "recompute", "tensor", "throughput", "mathematics", "plan",
-    "data",
+    "data_parallel", "pipeline", "tensor", "programs", "generation", "recompute", "mathematics",
+    "plan", "data",
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+# The pairs, de to en, of benchmarks that translate: as --dataset of the programs.
+DATASET = os.environ.get("BENCHMARK_DATASET", "builtin")
 
 
 @dataclass(frozen=True)

@@ -1,54 +1,67 @@
-"""A pipeline step over GPT-2 blocks: two stages, a core each.
+"""A pipeline step over GPT-2 blocks: two stages, or four of which each rank has two, a core each.
 
-The same blocks, batch and loss for all:
+Every transport runs its schedules on the same blocks, batch and loss:
 
-- model parallel: one stage computes at a time, each on its own core; the baseline;
-- gpipe, 1f1b, zb (zero bubble): this project's Pipe, two worker threads;
-- pipe(x): `Pipe.forward` and `.backward()`, over twice as many blocks, against the same with one
-  micro-batch, in which one stage at a time computes;
-- torch gpipe, torch 1f1b: `torch.distributed.pipelining`, two processes;
-- autograd-driven: our forward, with the backward left to autograd, as in torchgpipe: on a CPU that
-  is one thread. Timed with one core, like a device; and with the backward's operators on all cores,
-  which forward may not use: this is no longer a pipeline, but the upper bound of that design;
-- one device, all cores: no pipeline, every operator on all cores. It does not compete, since its
-  operators are cut finer than any pipeline; it is what a pipeline has to beat on a laptop.
+- threads: `Pipe`, a worker thread per stage, in one process. `sequential` is model parallelism, in
+  which one stage computes at a time: the baseline. `pipe(x)` is `Pipe.forward` and `.backward()`;
+- processes: `ProcessPipe`, a rank per stage;
+- torch: `torch.distributed.pipelining`, a rank per stage;
+- one device, all cores: no pipeline, every operator on all cores. Its operators are cut finer than
+  any pipeline; it is what a pipeline has to beat on a laptop.
 
-Weights are not updated: every step computes the same loss and gradients, which are compared. More
-schedules and numbers of micro-batches: the benchmark `chunks`.
+For every number of micro-batches the table has our best beside PyTorch's best. Weights are not
+updated: every step computes the same loss and gradients, which are compared.
 """
 
 from __future__ import annotations
 
-import copy
 import os
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
-from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedules.schedule import clock_cycles
-from pipeline.worker import Task
+from pipeline.processes.process import ProcessPipe
+from pipeline.replicas import place_layers
+from pipeline.schedules.catalogue import ranks_of_stages
 from training.launch.launch import launch
 from training.launch.world import World
 from training.options import Options
 
-K, MICROBATCHES, ROUNDS = 2, (4, 8), 3
+K, ROUNDS = 2, 3
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128
-TORCH = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
-OURS = ("gpipe", "1f1b", "zb")
+USUAL, FURTHER = (4, 8), (2, 16)  # numbers of micro-batches: of all schedules, of the best ones
+TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "threads": (("gpipe", "1f1b", "zb", "zbv", "pipe(x)"), ()),
+    "processes": (("gpipe", "1f1b", "zb", "interleaved", "zbv"), ("zb", "zbv")),
+    "torch": (
+        ("gpipe", "1f1b", "interleaved", "interleaved zb", "zbv"),
+        ("1f1b", "interleaved zb", "zbv"),
+    ),
+}
+TORCH: dict[str, Any] = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
+    "interleaved zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
+}  # fmt: skip
+GOAL = 0.95  # of the ideal of K stages and M micro-batches, K*M / (M+K-1)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """A block that returns a tensor under every version of transformers."""
 
     def __init__(self, config: GPT2Config, index: int) -> None:
@@ -56,82 +69,143 @@ class _Block(nn.Module):
         self.block = GPT2Block(config, layer_idx=index)
 
     def forward(self, x: Tensor) -> Tensor:
+        """As the block's."""
         out = self.block(x)
         return out[0] if isinstance(out, tuple) else out
 
 
 def square_error(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that is summed over the examples."""
     return (output - target).square().sum()
 
 
 def make_blocks() -> nn.Sequential:
+    """The same blocks, every time."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=WIDTH, n_head=8, resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
         activation_function="gelu_pytorch_tanh",
     )  # fmt: skip
-    return nn.Sequential(*(_Block(config, i) for i in range(BLOCKS)))
+    return nn.Sequential(*(Block(config, i) for i in range(BLOCKS)))
+
+
+def ranks_of(schedule: str) -> list[int]:
+    """The rank of each stage. PyTorch's interleaved zero bubble has interleaved stages."""
+    return ranks_of_stages(schedule.removesuffix(" zb"), K)
 
 
 class _Bench:
-    """The contestants of one rank. Contestants with threads live on rank 0, while rank 1 waits."""
+    """The contestants of one rank. Threads live on rank 0, while rank 1 waits."""
 
     def __init__(self, world: World, cores: Sequence[int]) -> None:
         self.world, self.cores = world, list(cores)
         self.x, self.y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
-        self.losses: dict[str, float] = {}
-        self.gradients: dict[str, list[Tensor]] = {}
-        self.own = self.cores[world.rank : world.rank + 1]
-        half = BLOCKS // K
-        self.part = make_blocks()[half * world.rank : half * (world.rank + 1)]
         self.blocks = make_blocks()
-        use_cores(self.cores)
-        placed = [
-            WithDevice(copy.deepcopy(b), f"cpu:{i // half}") for i, b in enumerate(self.blocks)
-        ]
-        self.pipe = Pipe(nn.Sequential(*placed), BATCH)
-        twice = [
-            WithDevice(block, f"cpu:{i // BLOCKS}")
-            for i, block in enumerate([*make_blocks(), *make_blocks()])
-        ]
-        self.long_pipe = Pipe(nn.Sequential(*twice), BATCH)
-        self.halves = [
-            nn.Sequential(*p) for p in (list(self.blocks)[:half], list(self.blocks)[half:])
-        ]
+        self.losses: dict[str, float] = {}
+        self.gradients: dict[str, dict[int, list[Tensor]]] = {}  # by the number of the block
+        self.pipes: dict[tuple[str, int], Any] = {}  # by transport and number of stages
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         """Every contestant, as a step that all ranks call."""
-        turns: dict[str, Callable[[], None]] = {
-            "model parallel": self._ours("sequential", 1),
-            "one device, all cores": self._with_threads("one device, all cores", self._plain),
-        }
-        for m in (1, *MICROBATCHES):
-            turns[f"pipe(x), M={m}"] = self._forward_backward(m)
-        for m in MICROBATCHES:
-            turns |= {f"{name}, M={m}": self._ours(name, m) for name in OURS}
-            turns |= {f"{name}, M={m}": self._torch(name, m) for name in TORCH}
-            for name, cores in (
-                (f"autograd-driven, M={m}", self.cores[:1]),
-                (f"autograd-driven, backward on all cores, M={m}", self.cores),
-            ):
-                turns[name] = self._with_threads(name, partial(self._autograd_driven, m, cores))
+        turns = {"threads sequential, M=1": self._threads("sequential", 1)}
+        turns["one device, all cores"] = self._turn(
+            "one device, all cores", dict(enumerate(self.blocks)), self._plain, alone=True
+        )
+        turns["threads pipe(x), M=1"] = self._threads("pipe(x)", 1)
+        steps = {"threads": self._threads, "processes": self._processes, "torch": self._torch}
+        for transport, (schedules, further) in TABLE.items():
+            for m in (*USUAL, *FURTHER):
+                for schedule in schedules if m in USUAL else further:
+                    name = f"{transport} {schedule}, M={m}"
+                    turns[name] = steps[transport](schedule, m)
         return turns
 
-    def _with_threads(
-        self, name: str, step: Callable[[], tuple[Tensor, nn.Module]]
+    def _turn(
+        self, name: str, blocks: Mapping[int, nn.Module], step: Callable[[], Tensor], alone: bool
     ) -> Callable[[], None]:
+        cores = self.cores if alone else self.cores[self.world.rank : self.world.rank + 1]
+
         def turn() -> None:
-            if self.world.is_main:
-                use_cores(self.cores)
-                self._note(name, *step())
+            if self.world.is_main or not alone:
+                use_cores(cores)
+                for block in blocks.values():
+                    block.zero_grad()
+                self.losses[name] = step().item()
+                if name not in self.gradients:  # in the round that is not timed
+                    self.gradients[name] = {
+                        k: [p.grad.clone() for p in block.parameters() if p.grad is not None]
+                        for k, block in blocks.items()
+                    }
             dist.barrier()
 
         return turn
 
-    def _note(self, name: str, loss: Tensor, model: nn.Module) -> None:
-        self.losses[name] = loss.item()
-        if name not in self.gradients:  # in the round that is not timed
-            self.gradients[name] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    def _of_rank(self, ranks: Sequence[int]) -> list[int]:
+        """The numbers of this rank's blocks."""
+        size = BLOCKS // len(ranks)
+        return [k for k in range(BLOCKS) if ranks[k // size] == self.world.rank]
+
+    def _threads(self, schedule: str, m: int) -> Callable[[], None]:
+        ranks = ranks_of("gpipe" if schedule == "pipe(x)" else schedule)
+        sizes = [BLOCKS // len(ranks)] * len(ranks)
+        if ("threads", len(ranks)) not in self.pipes:
+            use_cores(self.cores)
+            placed, _ = place_layers(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
+            self.pipes["threads", len(ranks)] = Pipe(placed, BATCH, sizes=sizes)
+        pipe = self.pipes["threads", len(ranks)]
+        blocks = [block for part in pipe.partitions for block in part.children()]
+
+        def step() -> Tensor:
+            if schedule != "pipe(x)":
+                return pipe.train_step(self.x, self.y, square_error, schedule, m)
+            pipe.split_size = BATCH // m
+            loss = square_error(pipe(self.x), self.y)
+            loss.backward()
+            return loss.detach()
+
+        return self._turn(f"threads {schedule}, M={m}", dict(enumerate(blocks)), step, alone=True)
+
+    def _processes(self, schedule: str, m: int) -> Callable[[], None]:
+        ranks = ranks_of(schedule)
+        key = schedule if len(ranks) > K else "one stage per rank", len(ranks)
+        if key not in self.pipes:
+            use_cores(self.cores[self.world.rank : self.world.rank + 1])
+            sizes = [BLOCKS // len(ranks)] * len(ranks)
+            self.pipes[key] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
+        pipe = self.pipes[key]
+        blocks = {k: pipe.layers[k] for k in self._of_rank(ranks)}
+
+        def step() -> Tensor:
+            return pipe.train_step(self.x, self.y, square_error, schedule, m)
+
+        return self._turn(f"processes {schedule}, M={m}", blocks, step, alone=False)
+
+    def _torch(self, schedule: str, m: int) -> Callable[[], None]:
+        ranks, rank, all_blocks = ranks_of(schedule), self.world.rank, make_blocks()
+        size = BLOCKS // len(ranks)
+        stages: list[Any] = [
+            PipelineStage(all_blocks[s * size : (s + 1) * size], s, len(ranks), torch.device("cpu"))
+            for s, r in enumerate(ranks)
+            if r == rank
+        ]
+        given: Any = stages if len(ranks) > K else stages[0]
+        runner: Any = TORCH[schedule](given, m, loss_fn=square_error, scale_grads=False)
+
+        def step() -> Tensor:
+            losses: list[Tensor] = []
+            last = {"target": self.y, "losses": losses} if rank == ranks[-1] else {}
+            runner.step(*[self.x] * (rank == ranks[0]), **last)
+            total = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+            dist.all_reduce(total)
+            return total
+
+        blocks = {k: all_blocks[k] for k in self._of_rank(ranks)}
+        return self._turn(f"torch {schedule}, M={m}", blocks, step, alone=False)
+
+    def _plain(self) -> Tensor:
+        loss = square_error(self.blocks(self.x), self.y)
+        loss.backward()
+        return loss.detach()
 
     def check(self) -> None:
         """Raises AssertionError if a contestant's loss or gradients are not the plain ones.
@@ -142,80 +216,12 @@ class _Bench:
         agree(self.losses)
         self.blocks.zero_grad()
         self._plain()
-        plain = [p.grad for p in self.blocks.parameters()]
-        half = len(plain) // K
         for name, gradients in self.gradients.items():
-            torch_s = "torch" in name
-            part = plain[half * self.world.rank :][:half] if torch_s else plain
-            for k, (got, want) in enumerate(zip(gradients, part, strict=True)):
-                assert want is not None
-                difference = ((got - want).abs().max() / want.abs().max()).item()
-                assert difference < 1e-3, f"{name}: gradient {k} is off by {difference:.1e}"
-
-    def _ours(self, schedule: str, m: int) -> Callable[[], None]:
-        name = "model parallel" if schedule == "sequential" else f"{schedule}, M={m}"
-
-        def step() -> tuple[Tensor, nn.Module]:
-            self.pipe.zero_grad()
-            loss = self.pipe.train_step(
-                self.x, self.y, square_error, schedule=schedule, num_microbatches=m
-            )
-            return loss, self.pipe
-
-        return self._with_threads(name, step)
-
-    def _forward_backward(self, m: int) -> Callable[[], None]:
-        def turn() -> None:
-            if self.world.is_main:
-                use_cores(self.cores)
-                self.long_pipe.zero_grad()
-                self.long_pipe.split_size = BATCH // m
-                square_error(self.long_pipe(self.x), self.y).backward()
-            dist.barrier()
-
-        return turn
-
-    def _plain(self) -> tuple[Tensor, nn.Module]:
-        self.blocks.zero_grad()
-        loss = square_error(self.blocks(self.x), self.y)
-        loss.backward()
-        return loss.detach(), self.blocks
-
-    def _autograd_driven(self, m: int, cores: Sequence[int]) -> tuple[Tensor, nn.Module]:
-        self.blocks.zero_grad()
-        batches = list(self.x.split(BATCH // m))
-        for clock in clock_cycles(m, K):
-            for i, j in clock:
-                task = Task(lambda half=self.halves[j], value=batches[i]: half(value))  # type: ignore[misc]
-                self.pipe.in_queues[j].put(task)
-            for i, j in clock:
-                fine, answer = self.pipe.out_queues[j].get()
-                assert fine, answer
-                batches[i] = answer[1]
-        use_cores(cores)
-        loss = square_error(torch.cat(batches), self.y)
-        loss.backward()
-        return loss.detach(), self.blocks
-
-    def _torch(self, name: str, m: int) -> Callable[[], None]:
-        use_cores(self.own)
-        stage = PipelineStage(self.part, self.world.rank, K, torch.device("cpu"))
-        schedule = TORCH[name](stage, m, loss_fn=square_error, scale_grads=False)
-
-        def turn() -> None:
-            use_cores(self.own)
-            self.part.zero_grad()
-            losses: list[Tensor] = []
-            if self.world.is_main:
-                schedule.step(self.x)
-            else:
-                schedule.step(target=self.y, losses=losses)
-            dist.barrier()
-            total = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
-            dist.all_reduce(total)
-            self._note(f"{name}, M={m}", total, self.part)
-
-        return turn
+            for k, of_block in gradients.items():
+                for got, p in zip(of_block, self.blocks[k].parameters(), strict=True):
+                    assert p.grad is not None
+                    difference = ((got - p.grad).abs().max() / p.grad.abs().max()).item()
+                    assert difference < 1e-3, f"{name}: block {k} is off by {difference:.1e}"
 
 
 def _rank(world: World, cores: Sequence[int], out: Path) -> None:
@@ -225,18 +231,13 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     bench.check()
     if world.is_main:
         torch.save(seconds, out)
-    bench.pipe.close()
-    bench.long_pipe.close()
+    for pipe in bench.pipes.values():
+        pipe.close()
     dist.barrier()
 
 
-def run() -> list[Row]:
-    """Times all contestants and prints their table."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "seconds.pt"
-        cores = sorted(os.sched_getaffinity(0))[:K]
-        launch(_rank, Options(world_size=K, device="cpu", cores_per_rank=1), cores, out)
-        seconds = torch.load(out, weights_only=True)
+def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+    """The table: every contestant beside one stage at a time, and the comparisons with goals."""
     rows = []
 
     def add(name: str, against: str, goal: float | None = None, scale: float = 1.0) -> None:
@@ -245,26 +246,34 @@ def run() -> list[Row]:
         of = f"of ideal {scale:.2f}x {against}" if scale != 1 else against
         rows.append(Row(name, value, spread, "s", ratio, of, goal))
 
-    add("model parallel", "model parallel")
-    add("one device, all cores", "model parallel")
-    for m in MICROBATCHES:
+    def fastest(m: int, *transports: str) -> str:
+        names = [n for n in seconds if n.startswith(transports) and n.endswith(f", M={m}")]
+        return min(names, key=lambda name: statistics.median(seconds[name]))
+
+    for name in seconds:
+        add(name, "threads sequential, M=1")
+    for m in USUAL:
         ideal = K * m / (m + K - 1)
-        add(f"pipe(x), M={m}", "pipe(x), M=1", 0.90, ideal)
-    for m in MICROBATCHES:
-        for name in OURS:
-            # The goal is for the bubble of GPipe and 1F1B; zero bubble has a smaller one.
-            goal = None if name == "zb" else 0.90
-            add(f"{name}, M={m}", "model parallel", goal, K * m / (m + K - 1))
-        others = [*TORCH, "autograd-driven", "autograd-driven, backward on all cores"]
-        for other in others:
-            add(f"{other}, M={m}", "model parallel")
-        for name, other in (("gpipe", "torch gpipe"), ("1f1b", "torch 1f1b")):
-            add(f"{name}, M={m}", f"{other}, M={m}")
-        for other, least in zip(others, (1.05, 1.05, 1.5, None), strict=True):
-            add(f"zb, M={m}", f"{other}, M={m}", least)
+        add(f"threads pipe(x), M={m}", "threads pipe(x), M=1", GOAL, ideal)
+        for schedule in ("gpipe", "1f1b"):
+            add(f"threads {schedule}, M={m}", "threads sequential, M=1", GOAL, ideal)
+        for schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
+            add(f"processes {schedule}, M={m}", f"torch {schedule}, M={m}", 1.0)
+    for m in sorted((*USUAL, *FURTHER)):
+        add(fastest(m, "processes", "threads"), fastest(m, "torch"), 1.03)
+    return rows
+
+
+def run() -> list[Row]:
+    """Times all contestants and prints their table."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seconds.pt"
+        cores = sorted(os.sched_getaffinity(0))[:K]
+        launch(_rank, Options(world_size=K, device="cpu", cores_per_rank=1), cores, out)
+        rows = rows_of(torch.load(out, weights_only=True))
     title = (
         f"Pipeline step, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x {LENGTH}, "
-        f"{K} stages with a core each"
+        f"{K} ranks with a core each"
     )
     write_rows("pipeline", title, rows)
     return rows

@@ -1,4 +1,4 @@
-"""GPT-2 whole, in one process, for benchmarks and tests."""
+"""GPT-2 whole, in one process, with the initial weights of every layout."""
 
 from __future__ import annotations
 

@@ -1,18 +1,12 @@
-"""Tensor parallelism: a step beside PyTorch's, the head and its loss, what a rank holds.
+"""Tensor parallelism: a step beside PyTorch's, and the head with its loss.
 
 Two ranks, one core each; contestants live in the same two processes and take turns.
 
 - A step of GPT-2 (4 blocks of width 768), forward, backward and update, beside the same model under
   `torch.distributed.tensor.parallel.parallelize_module` with `loss_parallel`, both with and without
   sequence parallelism; and beside one rank with one core, while the other waits.
-- The head and its loss at the published vocabulary, beside gathering all logits on every rank.
-- A step of four ranks on two cores, which two axes are laid out over, beside its arithmetic alone:
-  two processes with a core each compute the same micro-batches with the whole model, make as many
-  updates, and exchange nothing. Also beside half of the time of one rank with one core, which
-  computes the whole batch at once while the other core rests.
-- Bytes of parameters, gradients and optimizer state of a rank, and of what autograd keeps of the
-  blocks' activations, beside the formula of Korthikanti et al. (2022), which is for 2-byte numbers
-  and 1-byte masks: here numbers have 4.
+- The head and its loss at the published vocabulary, beside gathering all logits on every rank:
+  seconds, and the peak of resident memory.
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ from benchmarks.plain_gpt2 import build_model
 from runtime.communicator import Communicator
 from runtime.mesh import make_mesh
 from tensor_parallel.collectives import replicate
-from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
 from training.launch.launch import launch
 from training.launch.world import World
@@ -61,9 +54,9 @@ PUBLISHED = 50257
 MIB = 2**20
 
 
-def _config(dropout: float = 0.0) -> Any:
+def _config() -> Any:
     size = {"n_layer": BLOCKS, "n_embd": WIDTH, "n_head": HEADS}
-    config = gpt2_config("gpt2", VOCABULARY, T, dropout=dropout, **size)
+    config = gpt2_config("gpt2", VOCABULARY, T, dropout=0.0, **size)
     config.tie_word_embeddings = False  # so that the model of plain modules below is the same
     return config
 
@@ -96,44 +89,42 @@ class _One:
         return loss.detach()
 
 
-class _Ours:
-    """The same model, cut over the ranks of the group."""
+class _Task:
+    """What the layout asks of a task."""
 
-    def __init__(self, sequence_parallel: bool, dropout: float = 0.0) -> None:
-        group = dist.group.WORLD if dist.is_initialized() else None
-        self.ranks, self.sequence_parallel = Communicator(group), sequence_parallel
-        config = _config(dropout)
+    blocks = (3, 2, 2, 3)  # the layers of each
+    loss = staticmethod(loss_of_targets)
+
+    def __init__(self) -> None:
+        self.initialize = initializer(_config(), seed=0)
+
+    def skeleton(self) -> Any:
+        """The model without values."""
         with torch.device("meta"):
-            model: Any = GPT2LMHeadModel(config)
-        parts = cut_matrices(model, self.ranks, sequence_parallel)
-        model.to_empty(device="cpu")
-        fill = initializer(config, seed=0)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                whole = torch.empty(parts[name].shape if name in parts else p.shape)
-                fill(name, whole)
-                p.copy_(parts[name].of(whole) if name in parts else whole)
-        layers: list[Any] = gpt2_layers(model)
-        layers[-1] = HeadAndLoss(model.transformer.ln_f, model.lm_head, sequence_parallel)
-        for layer in layers[:-1]:
-            layer.shard, layer.sequence_parallel = self.ranks.rank, sequence_parallel
-        self.layers, self.net = layers, nn.Sequential(*layers)
-        self.whole = [p for name, p in model.named_parameters() if name not in parts]
-        self.optimizer = _adamw(model.parameters())
+            return GPT2LMHeadModel(_config())
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """Its layers."""
+        return gpt2_layers(model)
+
+
+class _Ours:
+    """The layout of `train.py tensor`."""
+
+    def __init__(self, world: World, sequence_parallel: bool) -> None:
+        task: Any = _Task()
+        mesh = make_mesh({"dp": 1, "pp": 1, "tp": world.world_size}, 300.0)
+        args = Options(strategy="tensor", num_microbatches=1, sequence_parallel=sequence_parallel)
+        self.model = Staged(task, world, Setup(args, _adamw), mesh)
 
     def step(self) -> Tensor:
-        self.optimizer.zero_grad()
+        (optimizer,) = self.model.optimizers
+        optimizer.zero_grad()
         ids, weights, keys, labels = _batch()
-        loss = self.net(Sequences(ids, weights, keys, labels.flatten())) / (B * T)
-        loss.backward()
-        if self.sequence_parallel:
-            gradients = [p.grad for p in self.whole if p.grad is not None]
-            total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
-            parts = total.split([g.numel() for g in gradients])
-            for g, part in zip(gradients, parts, strict=True):
-                g.copy_(part.view_as(g))
-        self.optimizer.step()
-        return loss.detach()
+        inputs, size = [Sequences(ids, weights, keys)], ids.numel()
+        loss = self.model.backward(Step(inputs, [labels.flatten()], size, size, size))
+        optimizer.step()
+        return loss / size
 
 
 class _Attention(nn.Module):
@@ -255,7 +246,7 @@ NAMES = ("ours", "ours, sequence", "torch", "torch, sequence", "one rank")
 
 def _speed(world: World, out: Path) -> None:
     contestants: dict[str, Any] = {
-        "ours": _Ours(False), "ours, sequence": _Ours(True),
+        "ours": _Ours(world, False), "ours, sequence": _Ours(world, True),
         "torch": _Torch(False), "torch, sequence": _Torch(True),
     }  # fmt: skip
     contestants["one rank"] = _One() if world.is_main else None
@@ -336,149 +327,6 @@ def _resident(what: str) -> int:
     return int(status[what].split()[0]) * 1024
 
 
-# What a rank holds
-
-
-def _held(world: World, sequence_parallel: bool, out: Path) -> None:
-    """Bytes on a rank: parameters, gradients, optimizer state; per block what autograd keeps."""
-    ours = _Ours(sequence_parallel, dropout=0.1) if world.world_size > 1 else _OneDropping()
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        if not isinstance(t, nn.Parameter):
-            storage = t.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    ids, weights, keys, labels = _batch()
-    value: Any = Sequences(ids, weights, keys, labels.flatten())
-    for k, layer in enumerate(ours.layers):
-        inside = 1 <= k < len(ours.layers) - 1
-        with torch.autograd.graph.saved_tensors_hooks(keep if inside else _as_is, _as_is):
-            value = layer(value)
-    if world.world_size == 1:
-        value = loss_of_targets(value, labels.flatten())
-    held = {p.untyped_storage().data_ptr() for p in ours.net.parameters()}
-    activations = sum(n for at, n in kept.items() if at not in held) / BLOCKS
-    value.backward()
-    ours.optimizer.step()
-    ps = list(ours.net.parameters())
-    states = [t for s in ours.optimizer.state.values() for t in s.values()]
-    bytes_: list[float] = [
-        sum(p.nbytes for p in ps), sum(p.grad.nbytes for p in ps if p.grad is not None),
-        sum(t.nbytes for t in states), activations,
-    ]  # fmt: skip
-    if world.is_main:
-        torch.save(bytes_, out)
-
-
-def _as_is(t: Tensor) -> Tensor:
-    return t
-
-
-class _OneDropping:
-    """The whole model, with dropout."""
-
-    def __init__(self) -> None:
-        self.layers = gpt2_layers(build_model(_config(dropout=0.1), seed=0))
-        self.net = nn.Sequential(*self.layers)
-        self.optimizer = _adamw(self.net.parameters())
-
-
-def published(t: int, sequence_parallel: bool) -> float:
-    """Bytes of a block's activations: equations 1, 2 and 4 of Korthikanti et al., with numbers of 4
-    bytes in the place of 2."""
-    sbh, masks = B * T * WIDTH, 1
-    scores = (4 + 4 + masks) * HEADS * T / WIDTH / t  # softmax, its dropout's output and mask
-    whole: float = 2 * 4 + 2 * 4 + 2 * masks  # inputs of norms and of matrices, masks after them
-    whole = whole / t if sequence_parallel else whole
-    cut_by_t = (3 * 4 + 4 + 2 * 16) / t  # q, k, v; input of c_proj; of GELU and of mlp.c_proj
-    return sbh * (whole + cut_by_t + scores)
-
-
-# Two axes at once
-
-
-class _Task:
-    """What `Staged` asks of a task."""
-
-    blocks = (3, 2, 2, 3)  # the layers of each
-    loss = staticmethod(loss_of_targets)
-
-    def __init__(self) -> None:
-        self.initialize = initializer(_config(), seed=0)
-
-    def skeleton(self) -> Any:
-        with torch.device("meta"):
-            return GPT2LMHeadModel(_config())
-
-    def layers(self, model: Any) -> list[nn.Module]:
-        return gpt2_layers(model)
-
-
-CUT = (6, 4)  # layers per stage, of as much work as can be
-MESHES = ((2, 2, 1), (2, 1, 2), (1, 2, 2))
-
-
-class _Arithmetic:
-    """A core's half of the arithmetic: every other micro-batch through the whole model, and half of
-    the replicas' updates: one of all parameters, or of half of them where there is one replica."""
-
-    def __init__(self, core: int) -> None:
-        self.core = core
-        self.net = nn.Sequential(*gpt2_layers(build_model(_config(), seed=0)))
-        every = list(self.net.parameters())
-        self.optimizers = {1: _adamw(every[core::2]), 2: _adamw(every)}
-
-    def step(self, replicas: int, num_microbatches: int) -> None:
-        """A step of this many replicas, with `num_microbatches` each."""
-        self.net.zero_grad()
-        parts = [t.chunk(replicas * num_microbatches) for t in _batch()]
-        for ids, weights, keys, labels in list(zip(*parts, strict=True))[self.core :: 2]:
-            loss = loss_of_targets(self.net(Sequences(ids, weights, keys)), labels.flatten())
-            (loss / (B * T)).backward()
-        self.optimizers[replicas].step()
-
-
-def _mesh_steps(world: World, out: Path) -> None:
-    task: Any = _Task()
-    models, replicas = {}, {}
-    for dp, pp, tp in MESHES:
-        mesh = make_mesh({"dp": dp, "pp": pp, "tp": tp}, 300.0)
-        m = 2 if pp > 1 else 1
-        model = Staged(task, world, Setup(Options(num_microbatches=m), _adamw, cut=CUT), mesh)
-        name = f"{dp} x {pp} x {tp}"
-        models[name], replicas[f"arithmetic of {name}"] = model, (dp, 2 if pp > 1 else 1)
-    one = _One() if world.is_main else None
-    arithmetic = _Arithmetic(world.rank) if world.rank < 2 else None  # ranks 0 and 1: both cores
-    ids, weights, keys, labels = _batch()
-
-    def step(model: Staged) -> None:
-        model.optimizers[0].zero_grad()
-        mine = [t.chunk(model.dp_size)[model.dp_rank] for t in (ids, weights, keys, labels)]
-        parts = [t.chunk(model.num_microbatches or 1) for t in mine]
-        inputs = [Sequences(*part) for part in zip(*parts[:3], strict=True)]
-        targets = [labels.flatten() for labels in parts[3]]
-        model.backward(Step(inputs, targets, ids.numel(), ids.numel(), ids.numel()))
-        model.optimizers[0].step()
-
-    def turn(name: str) -> None:
-        if name in models:
-            step(models[name])
-        elif name in replicas and arithmetic is not None:
-            arithmetic.step(*replicas[name])
-        elif name == "one rank" and one is not None:
-            one.step()
-        dist.barrier()
-
-    names = [*models, *replicas, "one rank"]
-    seconds = alternate({name: lambda name=name: turn(name) for name in names}, ROUNDS)  # type: ignore[misc]
-    for model in models.values():
-        model.close()
-    if world.is_main:
-        torch.save(seconds, out)
-
-
 def run() -> list[Row]:
     """Prints the tables."""
     rows = []
@@ -513,25 +361,6 @@ def run() -> list[Row]:
                 Row(f"head and loss, {name}, peak", value, (value, value), "MiB", ratio,
                     "gathered", 2.0 if fused else None)
             )  # fmt: skip
-        seconds = on(4, _mesh_steps)
-        half = [s / 2 for s in seconds["one rank"]]
-        for mesh in MESHES:
-            name = " x ".join(map(str, mesh))
-            value, spread = summarize([1000 * s for s in seconds[name]])
-            label, alone = f"{name}, 4 ranks on 2 cores", seconds[f"arithmetic of {name}"]
-            rows.append(Row(f"{name}, its arithmetic", *summarize([1000 * s for s in alone]), "ms"))
-            ratio = ratio_of(alone, seconds[name])
-            rows.append(Row(label, value, spread, "ms", ratio, "its arithmetic", 1 / 1.15))
-            ratio = ratio_of(half, seconds[name])
-            rows.append(Row(label, value, spread, "ms", ratio, "half of one rank's time"))
-        for t, sequence in ((1, False), (2, False), (2, True), (4, False), (4, True)):
-            held = on(t, _held, sequence)
-            name = f"tp {t}" + ", sequence" * sequence
-            for kind, value in zip(("parameters", "gradients", "optimizer"), held, strict=False):
-                rows.append(Row(f"{name}: {kind}", value / MIB, (value / MIB,) * 2, "MiB"))
-            value, formula = held[3] / MIB, published(t, sequence) / MIB
-            name = f"{name}: activations of a block"
-            rows.append(Row(name, value, (value,) * 2, "MiB", formula / value, "the formula's"))
     write_rows("tensor", TITLE, rows)
     return rows
 

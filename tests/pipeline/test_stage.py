@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.live_bytes import LiveBytes
 from pipeline.stage import Stage
+from tests.live_bytes import LiveBytes
 from tests.pipeline.pipeline_models import Call, batch, square_error, watched
 
 CPU = torch.device("cpu")

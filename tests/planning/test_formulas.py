@@ -13,10 +13,10 @@ from torch import nn
 from benchmarks import formulas as cost
 from benchmarks import mathematics_measured as measured
 from benchmarks.formulas import FP32
-from benchmarks.plain_gpt2 import build_model
 from data_parallel.flat import Unit
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
+from tests.plain_gpt2 import build_model
 from tests.ranks import Ranks
 from training.tasks.gpt2 import gpt2_config
 

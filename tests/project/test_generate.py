@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.plain_gpt2 import build_model
 from project import generate
+from tests.plain_gpt2 import build_model
 from tests.project.conftest import Refusal
 from tests.project.programs import (
     FLOW,

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.plain_gpt2 import build_model
 from runtime.communicator import Communicator
 from tensor_parallel import loss
 from tensor_parallel.gpt2 import TensorShard, VocabularyParallelHead, cut_matrices, degrees
 from tests import ranks as processes
+from tests.plain_gpt2 import build_model
 from training.tasks.gpt2 import gpt2_config
 
 VOCABULARY = 67  # 3 does not divide it

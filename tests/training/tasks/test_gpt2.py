@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.plain_gpt2 import build_model
+from tests.plain_gpt2 import build_model
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets, round_vocab
 from training.tasks.pretrained import Pretrained, check_pretrained
 from training.tasks.sequences import SequenceTask
