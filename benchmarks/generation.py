@@ -125,7 +125,7 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
             f"--dataset {DATASET} --n_train 5000 --n_validation 1000 --n_test 100 "
             f"--vocab_size 4096 --model_max_length {LENGTH} --batch_size 64".split(),
         )  # fmt: skip
-        texts = read_pairs(args)
+        texts = read_pairs(args, World())
         task = TranslationTask(args, World(), texts, None)
     model = Replicated(task, World(), setup_of(args, World()))
     train(task, model, n_steps)
