@@ -200,10 +200,10 @@ class LaidOutModel(ABC):
 
     @abstractmethod
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """The next token of each sentence; see `training.tasks.task.Decoder`."""
+        """The next token of each sentence; see `training.tasks.task.Translator`."""
 
-    def end(self, turn: Callable[[], None]) -> None:  # noqa: B027 (most layouts wait for nobody)
-        """This rank has no sentences left to translate; see `training.tasks.task.Decoder`."""
+    def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
+        """This rank has no sentences left to translate; see `training.tasks.task.Translator`."""
 
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
         """Call it after new values were written into what is `held`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
 from runtime.waits import control_device
+from training.launch import notice
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
@@ -73,13 +73,13 @@ class Sharded(MeshLayout):
         assert output is not None
         return self.cut_task.argmax(output, num_tokens)
 
-    def end(self, turn: Callable[[], None]) -> None:
-        """Takes part in gathering until no rank has sentences left. `turn` comes first, as in the
-        loop of those that have some: a rank that it ends is waited for by nobody."""
-        turn()
+    def end(self) -> None:
+        """Takes part in gathering until no rank has sentences left. A notice is heeded first, as in
+        the loop of those that have some."""
+        notice.end_if_given()
         while self._some_rank_goes_on(False):
             self.forward(None)  # helps to gather every layer for the others
-            turn()
+            notice.end_if_given()
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
         group = self.mesh["dp"].group

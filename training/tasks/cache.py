@@ -33,13 +33,12 @@ class Cache:
 
     Attributes:
         S: columns so far.
-        new: of them, those with tokens that were generated.
     """
 
     def __init__(
         self, prompts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
-        self.prompts, self.S, self.new = prompts, max(lengths), 0
+        self.prompts, self.S = prompts, max(lengths)
         self.lengths = torch.tensor(lengths, device=device)  # [B]
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._mask: Tensor | None = None  # of the newest tokens
@@ -47,7 +46,7 @@ class Cache:
     def extend(self) -> None:
         """Every sentence has one more token, for the next forward."""
         self.lengths += 1
-        self.S, self.new, self._mask = self.S + 1, self.new + 1, None
+        self.S, self._mask = self.S + 1, None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order, in a copy. Call `extend` next."""

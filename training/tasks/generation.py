@@ -4,8 +4,8 @@ Problem. A token depends on all tokens before it. A model that fits only in shar
 be gathered for that, and its ranks must stay in step.
 
 Idea. The loop asks one thing of the model: the next token of each sentence, given the newest ones
-(`Decoder`). Ranks with stages of one model run the loop on the same sentences and receive the same
-tokens. Ranks with shards run it on their own sentences; one that has finished takes part in
+(`Translator`). Ranks with stages of one model run the loop on the same sentences and receive the
+same tokens. Ranks with shards run it on their own sentences; one that has finished takes part in
 collectives until all have. Keys and values stay in the process that computed them
 (training/tasks/cache.py).
 
@@ -29,7 +29,7 @@ from training.launch import notice
 from training.progress import moving
 
 from .cache import Cache
-from .task import Decoder
+from .task import Translator
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -47,7 +47,7 @@ def greedy(logits: Tensor, num_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def continue_all(
-    decoder: Decoder,
+    model: Translator,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[Sequence[int]],
     most: Sequence[int],
@@ -67,10 +67,8 @@ def continue_all(
     rows: list[list[int]] = [[] for _ in prompts]
     order = [i for i in range(len(prompts)) if most[i] > 0]
     order.sort(key=lambda i: len(prompts[i]))  # by length: little padding
-    # At most so many tokens: a sentence that ends early takes what it had left off the rest.
-    total = sum(most[i] for i in order)
     stop, num_tokens = tokenizer.eos_token_id, len(tokenizer)
-    line = moving(None, bar or "", total, "token", shown=bar is not None)
+    line = moving(None, bar or "", len(order), "text", shown=bar is not None)
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
         # [B, T], padded on the left, so that all sentences grow in the same column.
@@ -80,16 +78,14 @@ def continue_all(
         cache = Cache(batch, [len(prompts[i]) for i in batch], device)
         while cache.prompts:
             notice.end_if_given()
-            tokens = decoder.next_tokens(newest, cache, num_tokens)  # [B]
+            tokens = model.next_tokens(newest, cache, num_tokens)  # [B]
             going = []  # rows that continue
             for row, (i, token) in enumerate(zip(cache.prompts, tokens.tolist(), strict=True)):
-                left, ended = most[i] - len(rows[i]), token == stop
-                if not ended:
+                if token != stop:
                     rows[i].append(token)
-                if ended or left == 1:
-                    line.update(left)
-                else:
+                if token == stop or len(rows[i]) == most[i]:
                     line.update(1)
+                else:
                     going.append(row)
             if len(going) < len(cache.prompts):  # finished sentences leave the batch
                 cache.keep(going)
@@ -97,7 +93,7 @@ def continue_all(
             cache.extend()  # a column for the tokens just found
             newest = tokens[:, None]
     line.close()
-    decoder.end(notice.end_if_given)  # other ranks may have sentences left
+    model.end()  # other ranks may have sentences left
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 

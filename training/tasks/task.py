@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -66,25 +66,20 @@ class Score:
     generated: list[str] = field(default_factory=list)  # translations or continuations, of `tested`
 
 
-class Decoder(Protocol):
-    """A model in evaluation mode, or this rank's part of one, that continues sentences."""
-
-    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """The next token of each sentence, B, on every rank: the most probable or a sampled one of
-        the first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens; the `cache` has
-        what the layers made of earlier ones."""
-
-    def end(self, turn: Callable[[], None]) -> None:
-        """This rank has no sentences left. Returns when no rank has. Calls `turn` whenever it helps
-        others with their next token."""
-
-
-class Translator(Decoder, Protocol):
-    """A decoder that is a part of a layout: it continues the sentences of `dp_rank` of
-    `dp_size`."""
+class Translator(Protocol):
+    """A model in evaluation mode, or this rank's part of one, that continues the sentences of
+    `dp_rank` of `dp_size`."""
 
     dp_rank: int
     dp_size: int
+
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
+        """The most probable next token of each sentence, B, on every rank, of the first
+        `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens; the `cache` has what the
+        layers made of earlier ones."""
+
+    def end(self) -> None:
+        """This rank has no sentences left. Returns when no rank has."""
 
 
 class TrainingTask(Protocol):
