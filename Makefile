@@ -45,7 +45,7 @@ test: $(VENV)/.installed-dev
 	$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 verify: $(VENV)/.installed-dev
-	$(RUN) project/verify.py
+	$(RUN) -m tests.equivalence
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,7 +1,7 @@
 """What only a GPU can show, in one command and under eight minutes: make gpu.
 
     checks    every program, and tests of pipelines, on the real device
-    verify    rows of project/verify.py: every kind of layout against one plain process
+    verify    rows of tests/equivalence: every kind of layout against one plain process
     races     the same forward and backward 50 times, bit for bit
     waits     how often the host waits for the GPU in a step
     memory    of each ZeRO stage, two ranks

@@ -5,96 +5,83 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
 
+OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+
 
 def underscored(words: Iterable[str]) -> list[str]:
     """A command line in which hyphens in the names of options are underscores: --n-epochs=3."""
-    found = []
+    line = []
     for word in words:
         name, equals, value = word.partition("=")
-        option = re.fullmatch(r"--[A-Za-z][\w-]*", name)
-        found.append((name[:2] + name[2:].replace("-", "_") if option else name) + equals + value)
-    return found
+        if OPTION.fullmatch(name):
+            name = name[:2] + name[2:].replace("-", "_")
+        line.append(name + equals + value)
+    return line
 
 
 def is_it(word: str, known: Iterable[str]) -> str:
-    """The end of a message on a misspelt word: the known one that is most like it, if any is."""
-    near = get_close_matches(word.lower(), list(known), 1, cutoff=0.7)
-    return "".join(f"; is it {found}?" for found in near)
-
-
-def as_typed(message: str, line: Iterable[str], aliases: Mapping[str, Sequence[str]]) -> str:
-    """A message in which an option has the name that is on the command line: of `aliases`, by the
-    name that messages use."""
-    typed = {word.partition("=")[0] for word in line}
-    for name, others in aliases.items():
-        for other in () if name in typed else typed.intersection(others):
-            message = re.sub(rf"{name}\b", other, message)
-    return message
+    """The end of a message on a misspelt word: the known ones that are most like it, if any are."""
+    near = get_close_matches(word.lower(), list(known), 2, cutoff=0.75)
+    return f"; is it {' or '.join(near)}?" if near else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints the description unwrapped; answers a mistake with one line and status 2."""
+    """Prints the description unwrapped; answers a mistake with one line and status 2.
 
-    def __init__(self, **settings: object) -> None:
+    Attributes:
+        hints: what is said of options that only other programs or commands have.
+    """
+
+    def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        settings |= {"allow_abbrev": False, "exit_on_error": False}  # `parse_known_args` reports it
-        super().__init__(**settings)  # type: ignore[arg-type]
-        self.words: list[str] = []  # that were parsed
+        super().__init__(**{**settings, "allow_abbrev": False})
+        self.hints: Mapping[str, str] = {}
         # A value, not an option. (Python 3.10 to 3.13 take -1e-3 for an option.)
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """As in argparse. Ends the program at a value that no option takes."""
-        with self._one_line():
-            return super().parse_args(args, namespace)
-
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """As in argparse, which parses everything through it, also the options of a command."""
-        with self._one_line():
-            return super().parse_known_args(self._checked(args), namespace)
-
-    def parse_intermixed_args(
-        self, args: Iterable[str] | None = None, namespace: Any = None
-    ) -> Any:
-        """The same. (Since Python 3.12.8 it does not parse through the one above.)"""
-        with self._one_line():
-            return super().parse_intermixed_args(self._checked(args), namespace)
-
-    @contextmanager
-    def _one_line(self) -> Iterator[None]:
-        """Ends the program at a mistake, with the option's first name before what argparse says."""
-        try:
-            yield
-        except argparse.ArgumentError as wrong:
-            option = (wrong.argument_name or "").partition("/")[0]
-            self.error(f"{option} {wrong.message}".strip())
-
-    def _checked(self, args: Iterable[str] | None) -> list[str]:
-        """The words of a command line. Ends the program at an unknown option and at an empty value,
-        as of an unset variable of the shell. (Only a text to translate may be empty: see
-        project/generate.py.)"""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As in argparse, which parses everything through it, also the options of a command. Ends
+        the program at an option that there is not."""
         self._settle_usage()
-        self.words = words = underscored(sys.argv[1:] if args is None else args)
-        if words[:1] == [""]:
-            self.error("the first argument is empty")
-        known = self._known()
-        for word, value in zip(words, [*words[1:], None], strict=False):
-            name, equals, rest = word.partition("=")
-            if word == "--":
-                break  # no options after it
-            if re.fullmatch(r"--\w+", name) and name not in known:
-                self.error(f"{name}: there is no such option{is_it(name, known)}")
-            if name.startswith("--") and (rest if equals else value) == "":
-                self.error(f"{name}: its value is empty; leave it out, or give one")
-        return words
+        words = underscored(sys.argv[1:] if args is None else args)
+        return self._without_options(super().parse_known_args(words, namespace))
+
+    def parse_known_intermixed_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """The same. (Since Python 3.12.8 it does not parse through the one above.)"""
+        self._settle_usage()
+        words = underscored(sys.argv[1:] if args is None else args)
+        return self._without_options(super().parse_known_intermixed_args(words, namespace))
+
+    def _without_options(self, parsed: tuple[Any, list[str]]) -> tuple[Any, list[str]]:
+        """Ends the program if an option is left of the command line."""
+        for word in parsed[1]:
+            name = word.partition("=")[0]
+            if name == "--":
+                break  # what follows is text
+            if OPTION.fullmatch(name):
+                none = f"there is no such option{is_it(name, self._option_string_actions)}"
+                self.error(f"{name}: {self.hints.get(name, none)}")
+        return parsed
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """A line of an @FILE: words as in a shell; # begins a comment."""
+        return shlex.split(arg_line, comments=True)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """An option's value is not empty, as an unset variable of the shell would make it."""
+        if not arg_string and action.option_strings:
+            raise argparse.ArgumentError(action, "is empty; leave it out, or give it a value")
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """In argparse's place, since a word of a list may be misspelt."""
@@ -112,16 +99,6 @@ class Parser(argparse.ArgumentParser):
         self.usage = self.usage or " ".join(line)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program. An option is named as it was typed."""
-        options = [action.option_strings for action in self._actions if action.option_strings]
-        message = as_typed(message, self.words, {name: others for name, *others in options})
-        refuse(f"{self.prog}: error: {message}; --help explains all\n")
-
-    def _known(self) -> list[str]:
-        """All options, also of commands."""
-        every = [*self._option_string_actions]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    every += parser._known()
-        return every
+        """Ends the program. An option has its first name, and stands before what is said of it."""
+        message = re.sub(r"^argument ([^/:]*)[^:]*: ", r"\1 ", message)
+        refuse(f"{self.prog.partition(' ')[0]}: error: {message}; --help explains all\n")

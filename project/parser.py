@@ -1,8 +1,8 @@
 """The command line of the programs that train. What options there are is in training/options.py,
 the rules between them in project/rules.py.
 
-`--config run.yaml` reads options from a file, `--print_config` prints them. The courses' own names,
-such as --n_chunk, are in ALIASES. Neither torch nor a model is imported to answer --help.
+`@run.txt` reads options from a file, as they are typed. The courses' own names, such as --n_chunk,
+are in ALIASES. Neither torch nor a model is imported to answer --help.
 """
 
 from __future__ import annotations
@@ -16,56 +16,63 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from docstring_parser import parse_from_object
 
-from project.command_line import Parser, is_it, underscored
+from project.command_line import Parser, underscored
+from project.strategies import STRATEGIES, absent_from, page_of
 from training.launch.errors import exit_on_signals, open_streams, refuse
-from training.options import O, Options, flag
+from training.options import Axes, DataParallel, O, Options, Processes, Stages, Threads, Tools, flag
 
 # What options are called by the courses.
 ALIASES = {
-    "--world_size": ["--num_workers"],
-    "--cores_per_rank": ["--cores_per_worker"],
-    "--num_microbatches": ["--accumulation_steps", "--n_chunk"],
+    "world_size": ["--num_workers", "-w"],
+    "cores_per_rank": ["--cores_per_worker", "-c"],
+    "num_microbatches": ["--accumulation_steps", "--n_chunk", "-m"],
+    "num_batches": ["-n"],
+    "batch_size": ["-b"],
+    "learning_rate": ["-l"],
 }
+# Who has the options that a program lacks.
+HAVE = {
+    Processes: "run_data_parallel.py and train.py have",
+    DataParallel: "run_data_parallel.py has",
+    Stages: "run_pipeline.py and train.py pipeline have",
+    Threads: "run_pipeline.py has",
+    Axes: "train.py has",
+    Tools: "train.py has",
+}
+INSTEAD = {"world_size": "--num_devices sets the stages", "num_devices": "--world_size works"}
+FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118)
 
 documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
 
 
-def parse_options(
-    kind: type[O], description: str | None, argv: Sequence[str] | None = None
-) -> tuple[O, set[str]]:
-    """The options on the command line, as an object of the program's class, and which of them were
-    typed, also in a file.
+def parse_options(kind: type[O], description: str | None, argv: Sequence[str] | None = None) -> O:
+    """The options on the command line, as an object of the program's class; others have their
+    defaults. `typed` are the names of those that were typed, also in a file.
 
     Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
-    line = underscored(sys.argv[1:] if argv is None else argv)
-    strategy = next((word for word in line if word in kind.PAGES), "")
-    parser = make_parser(kind, description, strategy)
-    pairs = [word.partition("=") for word in line]
-    after = [*line[1:], ""]  # where a word has no value of its own
-    typed = {name: value or later for (name, _, value), later in zip(pairs, after, strict=False)}
-    if {"--n_epochs", "--num_batches"} <= typed.keys():
+    parser = make_parser(kind, description)
+    words = underscored(parser._read_args_from_files([*(sys.argv[1:] if argv is None else argv)]))
+    typed = vars(parser.parse_args(strategy_first(words) if kind.HAS_STRATEGIES else words))
+    if {"n_epochs", "num_batches"} <= typed.keys():
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
-    for name, others in ALIASES.items():
-        both = {word: value for word, value in typed.items() if word in (name, *others)}
-        if len(set(both.values())) > 1:
-            said = " ".join(f"{word} {value}" for word, value in both.items())
-            parser.error(f"{said}: two names of one option; leave one out")
-    files = getattr(parser.parse_args(line), "config", [])
-    words = [word for path in files for word in words_of_file(parser, path)]
-    found = vars(parser.parse_args([*words, *line]))  # what comes later wins
-    found.pop("config", None)
-    printing = found.pop("print_config", False)
-    options = kind(**found, typed=frozenset(found))
-    if printing:
-        values = {name: getattr(options, name) for name in shown(kind)}
-        values["workdir"] = values["workdir"] and str(values["workdir"])
-        print(yaml.safe_dump(values, sort_keys=False), end="")
-        parser.exit()
-    return options, set(found)
+    path = typed.get("dataset", "")
+    if path.startswith(("/", ".", "~")) and not Path(path).exists():
+        parser.error(f"--dataset {path}: there is no such file or folder")
+    return kind(**typed, typed=frozenset(typed))
+
+
+def strategy_first(words: list[str]) -> list[str]:
+    """The command line with the strategy's word in front, wherever it is typed."""
+    flags = {field.name for field in fields(Options) if field.type == "bool"}
+    value = False  # whether a word is the value of the option before it
+    for i, word in enumerate(words):
+        if word in STRATEGIES and not value:
+            return [word, *words[:i], *words[i + 1 :]]
+        value = word.startswith("-") and "=" not in word and word.lstrip("-") not in flags
+    return words
 
 
 def shown(kind: type[Options]) -> list[str]:
@@ -73,65 +80,63 @@ def shown(kind: type[Options]) -> list[str]:
     return [field.name for group in kind.GROUPS for field in fields(group)]
 
 
-def begin(kind: type[Options], description: str | None) -> None:
-    """Answers --help, refuses a mistyped option, and lets signals end the process at once, before
-    torch is imported, which takes seconds."""
+def begin(kind: type[O], description: str | None) -> O:
+    """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
+    the process at once, before torch is imported, which takes seconds."""
     exit_on_signals()
     open_streams()
     if sys.flags.optimize > 1:
         refuse("python -OO removes docstrings, which transformers reads; python -O works\n")
-    parse_options(kind, description)
+    return parse_options(kind, description)
 
 
-def words_of_file(parser: Parser, path: str) -> list[str]:
-    """The options in a YAML file, as they are typed. null is the default."""
-    try:
-        found = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or "it is no YAML file of options"
-        parser.error(f"--config {path}: {reason}; --print_config writes one")
-    for name, value in found.items():
-        option = underscored([f"--{name}"])[0]
-        action = parser._option_string_actions.get(option)
-        if action is None or action.dest in ("help", "config", "print_config"):
-            near = is_it(option, parser._option_string_actions)
-            parser.error(f"--config {path}: {name}: no file has such an option{near}")
-        if isinstance(value, bool) and action.type is not flag:
-            parser.error(f"--config {path}: {name}: YAML reads a word as {value}; put it in quotes")
-    return [f"--{name}={value}" for name, value in found.items() if value is not None]
-
-
-def make_parser(kind: type[O], description: str | None, strategy: str = "") -> Parser:
-    """A parser of the options of a program, which finds those that were typed alone. --help is on
-    the given strategy; without one it shows no options if the program has strategies."""
-    text, hidden = kind.PAGES.get(strategy, (description, shown(kind) if kind.PAGES else ()))
-    which = f" {strategy or 'STRATEGY'}" if kind.PAGES else ""
+def make_parser(kind: type[Options], description: str | None) -> Parser:
+    """A parser of the options of a program, which finds those that were typed alone."""
     parser = Parser(
-        usage=f"python project/%(prog)s{which} [--OPTION VALUE ...]", description=text,
-        argument_default=argparse.SUPPRESS, formatter_class=partial(
-            argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118
-        ),
+        description=description, fromfile_prefix_chars="@", argument_default=argparse.SUPPRESS,
+        formatter_class=FORMATTER,
     )  # fmt: skip
-    if kind.PAGES:
-        parser.add_argument(
-            "strategy", choices=list(kind.PAGES), metavar="STRATEGY", help=argparse.SUPPRESS
-        )
+    if not kind.HAS_STRATEGIES:
+        add_options(parser, kind)
+        return parser
+    commands = parser.add_subparsers(
+        dest="strategy", required=True, metavar="STRATEGY", title="strategies"
+    )
+    for name, row in STRATEGIES.items():
+        command = commands.add_parser(
+            name, help=row.summary, description=page_of(name), formatter_class=FORMATTER,
+            argument_default=argparse.SUPPRESS,
+        )  # fmt: skip
+        add_options(command, kind, name)
+    return parser
+
+
+def add_options(parser: Parser, kind: type[Options], strategy: str = "") -> None:
+    """Adds the options of a program, or of one of its strategies."""
     hints, helps = get_type_hints(kind, include_extras=True), helps_of(kind)
     defaults = {field.name: field.default for field in fields(kind)}
+    absent = absent_from(strategy) if strategy else {}
+    hidden = STRATEGIES[strategy].hidden.split() if strategy else []
     for group in kind.GROUPS:
         section = parser.add_argument_group(group.__doc__)
-        for name in [field.name for field in fields(group)]:
+        for name in (field.name for field in fields(group) if field.name not in absent):
             text, default = helps[name], defaults[name]
             if not (default is None or isinstance(default, bool) or "default" in text):
                 text += f" [{default}]"
-            text, option = argparse.SUPPRESS if name in hidden else text, f"--{name}"
-            names = [option, *ALIASES.get(option, [])]
-            section.add_argument(*names, help=text, **values_of(hints[name]))
-    parser.add_argument("--config", action="append", help="YAML file with options")
-    parser.add_argument(
-        "--print_config", action="store_true", help="print the options as a file for --config"
-    )
-    return parser
+            section.add_argument(
+                *spellings(name), **values_of(hints[name]),
+                help=argparse.SUPPRESS if name in hidden else text,
+            )  # fmt: skip
+    for group in HAVE.keys() - {*kind.GROUPS}:
+        for name in (field.name for field in fields(group)):
+            absent[name] = f"only {HAVE[group]} it; {INSTEAD.get(name, 'leave it out')}"
+    parser.epilog = "@FILE reads options from a file, as they are typed here."
+    parser.hints = {word: said for name, said in absent.items() for word in spellings(name)}
+
+
+def spellings(name: str) -> list[str]:
+    """An option's names on the command line."""
+    return [f"--{name}", *ALIASES.get(name, [])]
 
 
 def helps_of(kind: type[Options]) -> dict[str, str]:

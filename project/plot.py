@@ -99,11 +99,11 @@ from project.figures.gantt import draw_step, plot_schedule
 from project.figures.perfetto import write_trace
 from project.figures.runs import Run, in_step, mean_and_std, shares, speed_up, steps_of
 from project.figures.style import plot_training, readable
-from project.strategies import PAGES
+from project.strategies import STRATEGIES
 from training.files import SUMMARY
 from training.launch.errors import UserError, counted
 
-STRATEGIES = [name for name in PAGES if name != "3d"]  # whose runs a number of ranks names
+NUMBERED = [name for name, row in STRATEGIES.items() if row.axis]  # whose runs a number names
 YLABELS = {
     "training_time": "training time of an epoch (s)",
     "tokens_per_sec": "tokens per second, with padding",
@@ -244,11 +244,11 @@ def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
     with the most. Raises UserError if there is none, with the command that makes it."""
     strategy, _, workers = word.partition("=")
-    if strategy not in STRATEGIES or not (workers.isdecimal() or word == strategy):
+    if strategy not in NUMBERED or not (workers.isdecimal() or word == strategy):
         if word and Path(word).is_dir():
             return Run(Path(word))
         raise UserError(
-            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(STRATEGIES)}), "
+            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(NUMBERED)}), "
             "also with its number of processes, as ddp=2"
         )
     made = [int(number) for path in root.glob(f"{strategy}*/{SUMMARY}")

@@ -1,12 +1,11 @@
 """What the options of a run must fulfil, and the values of those that were not given.
 
 A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
-works instead. `require` reads a table of rows, which is lazy: later rows may rely on earlier ones.
-What only some runs have is the table ONLY in training/options.py.
-A function `settled_*` returns the options with values for some that are UNSET; nothing is changed
-in place. Each program puts its own together in its `parse_*`:
+works instead. `require` reads rows lazily: later ones may rely on earlier ones. A function
+`settled_*` returns the options with values for some that are UNSET; nothing is changed in place.
+Each program puts its own together in its `parse_*`:
 
-    parse -> resumed -> require(only for some) -> settled -> require(rules) -> folders
+    parse -> as_it_was (--resume) -> settled -> require(rules) -> folders
 """
 
 from __future__ import annotations
@@ -14,58 +13,61 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 from runtime.cores import core_slice
-from training.launch.errors import UserError, counted, torchrun_world_size, works
+from training.launch.errors import UserError, counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
 from training.optimization import check_warmup
-from training.options import ONLY, VGG, O, Options, spelt
-from training.resume import options_of_checkpoint
+from training.options import VGG, O, Options, spelt
 from training.tasks.gpt2 import PRESETS, gpt2_size
 
 from .command_line import is_it
-from .parser import shown
 
 SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
 LEAST_VOCABULARY = 256 + 3  # bytes and special tokens
+OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
+LEAVE = "leave it out"
 
 Rule = tuple[str, bool, str, str]
 """The options' names, whether they fulfil the rule, the rule, what works instead."""
 
 
 def require(args: Options, rows: Iterable[Rule]) -> None:
-    """Raises UserError for the first row that is not fulfilled."""
+    """Raises UserError for the first row that is not fulfilled. Under torchrun the first rank of
+    each host checks, since a rule may load from the hub; of a resume rank 0, which has the
+    checkpoint."""
+    if torchrun("LOCAL_RANK", 0) or (args.resume and torchrun("RANK", 0)):
+        return
     for names, fulfilled, rule, instead in rows:
         if not fulfilled:
             words = " ".join(spelt(name, getattr(args, name)) for name in names.split())
             raise UserError(f"{words}: {rule}; {instead}")
 
 
-def only_some(given: Options, typed: Set[str], args: Options) -> Iterator[Rule]:
-    """The table ONLY, of what was `given`. What was not typed, or has its default,
-    is no mistake. `args` have the axes, and what a resume takes from its checkpoint."""
-    defaults = {field.name: field.default for field in fields(given)}
-    changed = {name for name in typed if getattr(given, name) != defaults[name]}
-    for row in ONLY:
-        for name in row.names.split():
-            fine = name not in changed or row.fits(args)
-            yield name, fine, f"only {row.who} has it", row.instead
-
-
-def resumed(given: O, typed: Set[str], *strategies: str) -> O:
-    """With --resume: what was not typed is as it was in the run that is resumed; the layout, if
-    that was a run of one of `strategies`."""
-    if not given.resume:
-        return given
-    saved = options_of_checkpoint(given.workdir, strategies, typed)
-    saved |= {name: saved[name] or "all" for name in SPLIT_SIZES if name in saved}
-    return replace(given, **{name: saved[name] for name in shown(type(given)) if name in saved})
+def of_use(args: Options) -> Iterator[Rule]:
+    """What has no effect in this run must not be typed, but for its default."""
+    which = f"--model {VGG}" if "model" in args.typed else f"the default model, {VGG},"
+    rows = [
+        ("schedule chunks balance", args.strategy != "3d" or args.pp > 1,
+         "only a run with stages has it", "--pp 2 works"),
+        ("sequence_parallel", args.tp > 1,
+         "only a run whose matrices are cut has it", "--tp 2 works"),
+        ("bucket_mb comm_dtype", args.gradient_sync == "overlap",
+         "only --gradient_sync overlap has it", LEAVE),
+        ("momentum", args.optimizer == "sgd", "only --optimizer sgd has it", LEAVE),
+        ("vgg_width", args.model == VGG, f"only --model {VGG} has it", LEAVE),
+        (OF_SENTENCES, args.model != VGG, f"{which} learns images", "--model gpt2-mini has it"),
+    ]  # fmt: skip
+    defaults = {field.name: field.default for field in fields(args)}
+    for names, fits, rule, instead in rows:
+        for name in args.typed & {*names.split()}:
+            yield name, fits or getattr(args, name) == defaults[name], rule, instead
 
 
 def settled_ranks(args: O, usual: int = 2) -> O:

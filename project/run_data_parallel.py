@@ -13,11 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options
+from project.parser import begin, parse_options, shown
 from runtime.axes import sizes
 from training.options import Architecture, Data, DataParallel, Files, Options, Processes, Training
 
@@ -30,7 +31,7 @@ class DataParallelOptions(Options):
 
 
 if __name__ == "__main__":
-    begin(DataParallelOptions, __doc__)
+    typed = begin(DataParallelOptions, __doc__)
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 from itertools import islice
@@ -47,6 +48,7 @@ from training.loop import train
 from training.optimization import Optimizers, Recipe
 from training.rank import Rank, run_rank
 from training.results import options_of
+from training.resume import as_it_was
 from training.workdir import alone_in_workdir
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -56,10 +58,14 @@ def parse_data_parallel(
     description: str | None, argv: Sequence[str] | None = None
 ) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse_options(DataParallelOptions, description, argv)
-    args = rules.settled_ranks(rules.resumed(given, typed, "ddp"))
+    return settled_data_parallel(parse_options(DataParallelOptions, description, argv))
+
+
+def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
+    """The same for options that are parsed."""
+    args = rules.settled_ranks(as_it_was(given, shown(DataParallelOptions), "ddp"))
     args = rules.settled(replace(args, strategy="ddp", **sizes(dp=args.world_size)))
-    rules.require(given, rules.only_some(given, typed, args))
+    rules.require(args, rules.of_use(args))
     rules.require(args, rules.rules(args, args.world_size))
     rules.require(args, rules.of_recompute(args, one_at_a_time=True))
     rules.require(args, rules.of_model(args))
@@ -88,12 +94,12 @@ def write_gradients(rank: Rank) -> None:
         write_json(args.workdir / OPTIONS, options_of(args))
 
 
-def main() -> None:
+def main(given: DataParallelOptions) -> None:
     """The program."""
-    args = parse_data_parallel(__doc__)
+    args = settled_data_parallel(given)
     with alone_in_workdir(args):
         launch(run_dp, args, args)  # returns when all ranks have
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(partial(main, typed))

@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options
+from project.parser import begin, parse_options, shown
 from runtime.axes import sizes
 from training.options import UNSET, Architecture, Data, Files, Options, Stages, Threads, Training
 
@@ -31,7 +32,7 @@ class PipelineOptions(Options):
 
 
 if __name__ == "__main__":
-    begin(PipelineOptions, __doc__)
+    typed = begin(PipelineOptions, __doc__)
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
@@ -44,6 +45,7 @@ from training.launch.world import World, choose_device
 from training.layouts.layout import Setup
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.rank import run_rank
+from training.resume import as_it_was
 from training.tasks.gpt2 import PRESETS
 from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir
@@ -53,10 +55,15 @@ THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_par
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse_options(PipelineOptions, description, argv)
+    return settled_pipeline(parse_options(PipelineOptions, description, argv))
+
+
+def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
+    """The same for options that are parsed."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
-    modes = (given.model_parallel_mode,) if "model_parallel_mode" in typed else THREAD_MODES
-    args = rules.resumed(given, typed, *modes)
+    chosen = "model_parallel_mode" in given.typed
+    modes = (given.model_parallel_mode,) if chosen else THREAD_MODES
+    args = as_it_was(given, shown(PipelineOptions), *modes)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, **sizes())
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
@@ -86,10 +93,14 @@ def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
         f"torchrun started {started} ranks, and run_pipeline.py is one process",
         "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
     )  # fmt: skip
-    free = "leave it out, or use --model_parallel_mode pipeline_parallel --pipeline whole"
+    why, more = "there is one device, unless you choose a mode", ""
+    if args.model_parallel_mode == "model_parallel":
+        why = "in mode model_parallel one stage computes at a time"
+    elif args.model_parallel_mode == "pipeline_parallel":
+        why, more = "--pipeline blocks is the course's form", " --pipeline whole"
+    instead = f"leave it out, or use --model_parallel_mode pipeline_parallel{more}"
     for name, value in decided(args).items():
-        fits = getattr(args, name) in (UNSET, value)
-        yield f"{name} model_parallel_mode pipeline", fits, f"with these it is {value}", free
+        yield name, getattr(args, name) in (UNSET, value), f"{why}, and it is {value}", instead
 
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:
@@ -144,12 +155,12 @@ def run_pp(args: PipelineOptions) -> None:
     run_rank(world, args, translation, lay_out_in_threads, train_and_finish)
 
 
-def main() -> None:
+def main(given: PipelineOptions) -> None:
     """The program."""
-    args = parse_pipeline(__doc__)
+    args = settled_pipeline(given)
     with alone_in_workdir(args):
         run_pp(args)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(partial(main, typed))

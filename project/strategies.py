@@ -1,5 +1,10 @@
-"""The strategies of train.py. `python project/train.py STRATEGY --help` prints the strategy's part
-of this text, and its options.
+"""The strategies of train.py: a table, and their pages of help.
+
+none
+    One process, as `single`, which prints the loss and the seconds of every step.
+
+    python project/train.py none --num_batches 2
+    python project/train.py -n 2 -b 8 none --model gpt2-mini
 
 single
     One process without any exchange. Every other strategy computes what this one does.
@@ -9,7 +14,7 @@ single
 
 ddp
     Data parallelism. Every rank holds the whole model and gets a part of each batch. Gradients are
-    averaged over the ranks while backward still runs; then all ranks make the same update.
+    averaged over the ranks; then all ranks make the same update.
 
     python project/train.py ddp --num_workers 2 --num_batches 2 --check_weights --check_output
     python project/train.py ddp --model gpt2-mini --warmup_steps 10 --lr_scheduler cosine
@@ -38,7 +43,7 @@ model
     python project/train.py model --num_workers 4 --balance uniform
 
 tensor
-    Tensor parallelism, of GPT-2 alone: it needs --model. Every rank holds a part of each matrix and
+    Tensor parallelism, for GPT-2 only: add --model. Every rank holds a part of each matrix and
     computes with it on the whole batch. The ranks add up their results inside every layer.
 
     python project/train.py tensor --num_workers 2 --model gpt2-mini
@@ -55,24 +60,68 @@ tensor
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from textwrap import dedent
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from training.options import ONLY, Options
-
-# Options of which a strategy leaves no choice.
-DECIDED = {"single": "world_size master_port", "model": "num_microbatches", "tensor": "vgg_width"}
-
-
-def lacking(strategy: str) -> set[str]:
-    """The names of the options that --help of a strategy leaves out."""
-    by_strategy = [row for row in ONLY if row.has is None]
-    others = [row.names for row in by_strategy if not row.fits(Options(strategy=strategy))]
-    return {*" ".join([*others, DECIDED.get(strategy, "")]).split()}
+from runtime.axes import AXES
 
 
-_, *_parts = re.split(r"^(\w+)\n", __doc__ or "", flags=re.MULTILINE)
-PAGES = {
-    name: (dedent(page), lacking(name))
-    for name, page in zip(_parts[::2], _parts[1::2], strict=True)
-}
-"""What --help says of a strategy, and the options that it leaves out."""
+class Strategy(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        axis: of the mesh, where its ranks are; None: on several, as the options say.
+        whole: whether every rank holds the whole model; else ranks exchange tensors within a step.
+        summary: for the list of strategies.
+        options: of those that only some strategies have.
+        usual: options of which its default is another one.
+        hidden: options of which it leaves no choice: they may be typed, and --help leaves them out.
+    """
+
+    axis: str | None
+    whole: bool
+    summary: str
+    options: str
+    usual: Mapping[str, Any] = MappingProxyType({})
+    hidden: str = ""
+
+
+ONE = "world_size master_port"
+STRATEGIES = {
+    "none": Strategy("dp", True, "one process; prints every step",
+                     "compile", {"world_size": 1, "print_steps": True}, ONE),
+    "single": Strategy("dp", True, "one process", "compile", {"world_size": 1}, ONE),
+    "ddp": Strategy("dp", True, "the whole model on every rank, a part of each batch on each",
+                    "compile"),
+    "fsdp": Strategy("dp", False, "a shard of every layer on each rank, a part of each batch on "
+                     "each", "zero", {"zero": 3}),
+    "pipeline": Strategy("pp", False, "some of the layers on each rank, micro-batches flowing "
+                         "through them", "schedule chunks balance"),
+    "model": Strategy("pp", False, "the same with one micro-batch: one rank computes at a time",
+                      "balance", {"schedule": "gpipe"}, "num_microbatches"),
+    "tensor": Strategy("tp", False, "a part of every matrix on each rank, all of the batch (GPT-2)",
+                       "sequence_parallel", hidden="vgg_width"),
+    "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
+                   f"{' '.join(AXES)} schedule chunks balance sequence_parallel zero"),
+}  # fmt: skip
+
+
+def absent_from(strategy: str) -> dict[str, str]:
+    """The options that only other strategies have, and what is said of each."""
+    having: dict[str, list[str]] = {}
+    for name, row in STRATEGIES.items():
+        for option in row.options.split():
+            having.setdefault(option, []).append(name)
+    return {
+        option: f"only {' or '.join(names)} has it; leave it out"
+        for option, names in having.items() if strategy not in names
+    }  # fmt: skip
+
+
+def page_of(strategy: str) -> str:
+    """What --help says of a strategy. (Python without docstrings, -OO, has the summary alone.)"""
+    _, *parts = re.split(r"^(\w+)\n", __doc__ or "", flags=re.MULTILINE)
+    pages = dict(zip(parts[::2], parts[1::2], strict=True))
+    return dedent(pages.get(strategy, STRATEGIES[strategy].summary))

@@ -1,14 +1,5 @@
-"""Trains VGG16 or GPT-2 under any strategy, on processes that exchange tensors.
-
-The strategies:
-
-single     one process
-ddp        the whole model on every rank, a part of each batch on each
-fsdp       a shard of every layer on each rank, a part of each batch on each
-pipeline   some of the layers on each rank, micro-batches flowing through them
-model      the same with one micro-batch: one rank computes at a time
-tensor     a part of every matrix on each rank, all of the batch (GPT-2)
-3d         replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2
+"""Trains VGG16 or, with --model gpt2-mini, GPT-2 under any strategy, on processes that exchange
+tensors.
 
 python project/train.py ddp --help      explains ddp and its options, with examples
 """
@@ -19,13 +10,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options
-from project.strategies import PAGES
+from project.parser import begin, parse_options, shown
+from project.strategies import STRATEGIES
 from runtime.axes import AXES
 from training.options import (
     UNSET,
@@ -50,16 +42,18 @@ class TrainOptions(Options):
     """Of train.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
-    PAGES = PAGES
+    HAS_STRATEGIES = True
     n_epochs: Count = 1
     batch_size: Count = 32
+    """examples per step: the global batch, of all ranks together, not of each rank"""
     learning_rate: Positive = UNSET
-    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
+    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, otherwise 1e-4; 30 times that with
+    --optimizer sgd"""
     dataset: str = "builtin"
-    """of text as in run_data_parallel.py, or a .txt file or folder; of pictures builtin, a folder
-    (Parquet, or train/CLASS/ and test/CLASS/), or a hub name"""
+    """builtin; for GPT-2 as in run_data_parallel.py, or a .txt file or a folder of them; for VGG16
+    a folder (Parquet, or train/CLASS/ and test/CLASS/) or a dataset on the hub"""
     model: str = VGG
-    """vgg16 on pictures; gpt2-mini, gpt2, ... on text; or pretrained: a folder, a hub id"""
+    """vgg16 learns images; gpt2-mini, gpt2, ... learn text; or pretrained: a folder or a hub id"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
     """CPU cores per process"""
@@ -68,20 +62,24 @@ class TrainOptions(Options):
 
 
 if __name__ == "__main__":
-    begin(TrainOptions, __doc__)
+    typed = begin(TrainOptions, __doc__)
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
 from project import rules, stage_rules, train_rules
 from project.utils import finish, run_program
+from runtime.mesh import make_mesh
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, TOKENS, write_json
 from training.launch.errors import RunError
 from training.launch.launch import launch
 from training.launch.world import World
-from training.layouts.choose import lay_out
+from training.layouts.layout import LaidOutModel, Setup
+from training.layouts.replicated import Replicated
+from training.layouts.sharded import Sharded
+from training.layouts.stages import Staged
 from training.rank import Rank, run_rank
-from training.resume import Resume
+from training.resume import Resume, as_it_was
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
@@ -94,16 +92,15 @@ from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
 
-AXIS = {  # of the strategies whose ranks are all on one
-    "single": "dp", "ddp": "dp", "fsdp": "dp", "pipeline": "pp", "model": "pp", "tensor": "tp",
-}  # fmt: skip
-
 
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse_options(TrainOptions, description, argv)
-    args = rules.resumed(settled_axes(given), typed, given.strategy)
-    rules.require(given, rules.only_some(given, typed, args))
+    return settled_train(parse_options(TrainOptions, description, argv))
+
+
+def settled_train(given: TrainOptions) -> TrainOptions:
+    """The same for options that are parsed."""
+    args = as_it_was(settled_axes(given), shown(TrainOptions), given.strategy)
     args = rules.settled(settled_strategy(args))
     rules.require(args, train_rules.of_strategy(args))
     return args
@@ -112,26 +109,24 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
 def settled_axes(args: TrainOptions) -> TrainOptions:
     """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
     3d dp follows the number of ranks, which torchrun may change when it restarts them."""
-    sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in AXES}
-    usual = {"single": 1, "3d": math.prod(sizes.values())}.get(args.strategy, 2)
-    args = rules.settled_ranks(args, usual)
-    name = str(args.world_size)
-    if args.strategy == "3d":
-        others = math.prod(size for name, size in sizes.items() if name != "dp")
-        sizes["dp"] = args.dp or args.world_size // others or 1
-        name = "x".join(map(str, sizes.values()))
+    lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
+    own, usual = STRATEGIES[args.strategy].axis, STRATEGIES[args.strategy].usual
+    args = rules.settled_ranks(
+        args, usual.get("world_size", 2) if own else math.prod(lengths.values())
+    )
+    if own is not None:
+        lengths[own] = args.world_size
     else:
-        sizes[AXIS[args.strategy]] = args.world_size
-    return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
+        others = math.prod(lengths.values()) // lengths["dp"]
+        lengths["dp"] = args.dp or args.world_size // others or 1
+    name = str(args.world_size) if own else "x".join(map(str, lengths.values()))
+    return replace(args, **lengths, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
 def settled_strategy(args: TrainOptions) -> TrainOptions:
-    """With the schedule, the cut, and ZeRO's stage."""
-    schedule = "gpipe" if args.strategy == "model" else "1f1b"
-    zero = args.zero or (3 if args.strategy == "fsdp" else None)
-    args = replace(
-        args, schedule=args.schedule or schedule, balance=args.balance or "auto", zero=zero
-    )
+    """With what the strategy usually has, and the stages per rank, which the schedule limits."""
+    usual = {"schedule": "1f1b", "balance": "auto", **STRATEGIES[args.strategy].usual}
+    args = replace(args, **{name: getattr(args, name) or usual[name] for name in usual})
     return stage_rules.settled_chunks(args)
 
 
@@ -144,6 +139,15 @@ def read_texts(args: TrainOptions, world: World) -> Texts:
     if texts.plain:
         rules.require(args, train_rules.of_plain_text(args))
     return texts
+
+
+def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
+    """The model under the strategy of the options. All ranks call it together."""
+    args = setup.args
+    if STRATEGIES[args.strategy].whole:
+        return Replicated(task, world, setup)
+    mesh = make_mesh({axis: getattr(args, axis) for axis in AXES}, args.timeout)
+    return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
 
 
 def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
@@ -190,12 +194,12 @@ def train_rank(world: World, args: TrainOptions) -> None:
     run_rank(world, args, task_of, lay_out, work)
 
 
-def main() -> None:
+def main(given: TrainOptions) -> None:
     """The program."""
-    args = parse_train(__doc__)
+    args = settled_train(given)
     with alone_in_workdir(args):
         launch(train_rank, args, args)  # returns when all ranks have
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(partial(main, typed))

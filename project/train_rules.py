@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from runtime.axes import AXES
 from tensor_parallel.gpt2 import degrees
 from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
@@ -17,31 +19,33 @@ from training.tasks.pretrained import check_pretrained
 
 from . import rules, stage_rules
 from .rules import Rule
+from .strategies import STRATEGIES
 
 VGG_LAYERS = 16
 
 
 def option_of(args: Options, axis: str) -> str:
     """The option that sets the length of an axis on which there are several ranks."""
-    return axis if args.strategy == "3d" else "world_size"
+    return "world_size" if STRATEGIES[args.strategy].axis else axis
 
 
 def of_strategy(args: Options) -> Iterator[Rule]:
     """What a strategy and its options ask of each other, and the rules of its parts."""
-    strategy, vgg = args.strategy, args.model == VGG
-    ranks, zero = args.dp * args.pp * args.tp, args.zero if strategy == "3d" else None
+    strategy, row, vgg = args.strategy, STRATEGIES[args.strategy], args.model == VGG
+    ranks = math.prod(getattr(args, axis) for axis in AXES)
+    zero = args.zero if strategy == "3d" else None
     elastic = torchrun_world_size() is not None  # another host may join later
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
     mesh = "strategy zero dp pp"
     yield from [
         ("strategy world_size", args.world_size == ranks,
-         f"dp x pp x tp is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
-        ("strategy world_size", strategy != "single" or args.world_size == 1,
-         "single is one process", "ddp takes several"),
+         f"{' x '.join(AXES)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
+        ("strategy world_size", strategy not in ("none", "single") or args.world_size == 1,
+         f"{strategy} is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
          "with more than one it is pipeline", "leave it out"),
-        ("dataset model", not vgg or Path(args.dataset).suffix != ".txt",
+        ("dataset model", not vgg or Path(args.dataset).suffix.lower() != ".txt",
          f"this is text, and {VGG} learns pictures", "--model gpt2-mini works"),
         ("strategy model", not vgg or args.tp == 1,
          "only GPT-2's matrices are cut", "--model gpt2-mini works"),
@@ -63,6 +67,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
             "it compares with a run in float64, which this device lacks", "--device cpu works",
         )  # fmt: skip
     check_trackers(args)
+    yield from rules.of_use(args)
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
     yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
     sharded = args.strategy == "fsdp" or args.zero == 3
@@ -75,12 +80,12 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     ]  # fmt: skip
     if not vgg:
         yield from of_gpt2(args)
-    if args.pp > 1 or strategy in ("pipeline", "model"):
+    if args.pp > 1 or row.axis == "pp":
         blocks = None if vgg else size_of_model(args, "n_layer")
         yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
     if args.tp > 1:
         yield from of_tensor(args)
-    if strategy not in ("single", "ddp"):
+    if not row.whole:
         yield from of_gpus(args)
 
 

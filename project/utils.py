@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from project.command_line import as_typed, underscored
-from project.parser import ALIASES
 from training.files import PICTURE, TOKENS, writing
 from training.launch.errors import (
     RunError,
@@ -112,5 +110,4 @@ def run_program(main: Callable[[], None]) -> None:
                 leave("", notice.status)
             refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:
-            message = as_typed(str(error), underscored(sys.argv[1:]), ALIASES)
-            refuse(f"{Path(sys.argv[0]).name}: error: {message}\n", error.status)
+            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", error.status)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.files import METRICS, TENSORBOARD, json_text, write_text, writing
+from training.files import METRICS, TENSORBOARD, json_text, show, write_text, writing
 from training.optimization import Optimizers
 from training.options import Options
 from training.results import options_of, peak_bytes
@@ -49,6 +49,8 @@ class Metrics:
         self.sinks: list[Sink] = []
         if world.is_main:
             self.sinks.append(_json_lines(args.workdir / METRICS, steps_done))
+            if args.print_steps:
+                self.sinks.append(_printed)
             if args.tensorboard:
                 self.sinks.append(_tensorboard(args.workdir / TENSORBOARD, steps_done))
             if args.wandb:
@@ -99,6 +101,11 @@ def _json_lines(path: Path, steps_done: int) -> Sink:
             file.write(json_text(numbers, indent=None))
 
     return write
+
+
+def _printed(step: int, numbers: Mapping[str, Any]) -> None:
+    if "loss" in numbers:  # else an evaluation
+        show(f"step {step}: loss {numbers['loss']:.4f}, {numbers['seconds']:.3f} s")
 
 
 def _is_before(numbers: Mapping[str, Any], steps_done: int) -> bool:

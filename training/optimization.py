@@ -36,6 +36,7 @@ from .tasks.task import to_device
 
 OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
 """Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
+WARMUP = 20  # steps, where nobody says how many
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 
@@ -256,6 +257,12 @@ def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.o
     if args.optimizer == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
     return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
+
+
+def usual_warmup(args: Options, steps_per_epoch: int) -> int:
+    """The steps of warm-up, if nobody says how many. Half of a short run: AdamW's first updates are
+    as large as its last ones, and the gradients that follow them are large (docs/log.md)."""
+    return min(WARMUP, Recipe(args, steps_per_epoch).num_steps // 2)
 
 
 def check_warmup(args: Options, steps_per_epoch: int) -> None:

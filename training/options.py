@@ -1,4 +1,4 @@
-"""The options of a run: name, type, default and help, each once; and which runs have an option.
+"""The options of a run: name, type, default and help, each once.
 
 An option that is UNSET gets its value before anything starts (project/rules.py). A program shows
 some of the groups of options below, and may give an option another default; what it does not show
@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
-
-from runtime.axes import AXES
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
@@ -88,32 +86,35 @@ class Training:
     n_epochs: Count = 8
     """passes over the training data"""
     batch_size: Count = 64
-    """examples per step, before they are split into parts and micro-batches"""
+    """examples per step: the global batch"""
     learning_rate: Positive = UNSET
     """peak rate; default: 1e-3 for gpt2-mini, else 1e-4"""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """after warm-up: constant, or linear or cosine decay to 0"""
     warmup_steps: Whole = 0
-    """linear warm-up steps; they allow a higher learning rate"""
+    """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
+    shorter run"""
     max_grad_norm: Positive | None = None
     """clip the global gradient norm to this, e.g. 1.0; off by default"""
     on_nan: Literal["stop", "skip"] = "stop"
     """if a loss or gradient is not finite: stop the run, or skip the step"""
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
-    """bf16: matrix products in bfloat16, weights and optimizer in fp32; tf32: products of CUDA
-    devices with 10 bits of their factors' fractions"""
+    """bf16: matrix products in bfloat16, weights and optimizer in fp32; tf32: CUDA multiplies with
+    10-bit mantissas"""
     seed: Whole = 0
-    """of weights, data order and dropout"""
+    """seed of the weights, the data order and dropout"""
     num_batches: Count | None = None
-    """stop after so many steps, instead of n_epochs"""
+    """stop after this many steps, instead of --n_epochs"""
     max_batches: Whole = 0
-    """steps per epoch at most; 0: all"""
+    """at most this many steps per epoch; 0: no limit"""
     benchmark_only: bool = False
-    """train and measure: no validation, no generation"""
+    """train and measure only: no validation, no generation"""
     num_microbatches: Count | None = None
-    """micro-batches per step; default: 4 in a pipeline, else 1, and on a CPU what pads least"""
+    """micro-batches per step; default: 4 in a pipeline; otherwise 1 on a GPU, and on a CPU the
+    number that needs least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """compute activations again in backward; sqrt: keep about sqrt(L) inputs of L layers"""
+    """for which micro-batches to compute activations again in backward, to save memory; sqrt: for
+    all, keeping the inputs of about sqrt(L) of L layers"""
 
 
 @dataclass
@@ -121,21 +122,23 @@ class Data:
     """data"""
 
     dataset: str = "builtin"
-    """builtin, a folder (train.de ...), a JSONL, CSV or Parquet file, a hub name"""
+    """builtin; a folder with train.de, train.en, ...; a JSONL, CSV or Parquet file; or a dataset on
+    the hub"""
     n_train: Size = None
-    """training examples at most, or all; default: 5000 of builtin, else all"""
+    """use at most this many training examples, or all; default: 5000 of the built-in text, all of
+    your own data"""
     n_validation: Size = None
-    """validation examples, likewise; default: 1000 of builtin, else all"""
+    """the same for validation examples; default: 1000, or all of your own"""
     n_test: Size = None
-    """test examples, likewise; default: 100 of builtin, else all; plain text has none"""
+    """the same for test pairs; default: 100, or all of your own; plain text has no test split"""
     src: str = "de"
     """language to translate from"""
     tgt: str = "en"
     """language to translate to"""
     model_max_length: Count = 128
-    """longest sequence; longer pairs are cut"""
+    """longest sequence, in tokens; longer pairs are cut"""
     padding: Literal["longest", "max_length"] = "longest"
-    """pad each micro-batch to its longest sentence, or all to model_max_length"""
+    """pad each micro-batch to its longest sentence, or every one to --model_max_length"""
 
 
 @dataclass
@@ -146,13 +149,14 @@ class Architecture:
     """gpt2-mini, gpt2, gpt2-medium, gpt2-large or gpt2-xl, from scratch; auto: gpt2 on a GPU,
     gpt2-mini without"""
     n_layer: Count | None = None
-    """blocks, instead of the preset's"""
+    """number of blocks; default: the preset's"""
     n_embd: Count | None = None
-    """width, instead of the preset's"""
+    """width of the model; default: the preset's"""
     n_head: Count | None = None
-    """attention heads, instead of the preset's"""
+    """attention heads; default: the preset's"""
     vocab_size: Count | None = None
-    """rows of the embedding; default: the trained tokenizer's, at most 4096, a multiple of 64"""
+    """rows of the embedding; default: as many as the trained tokenizer needs, at most 4096, rounded
+    up to a multiple of 64"""
     dropout: Fraction = 0.1
     """dropout probability"""
 
@@ -162,24 +166,25 @@ class Files:
     """files"""
 
     workdir: Path = Path("workdir")
-    """folder for tokenizer, results, checkpoints and figures; earlier results are set aside"""
+    """folder for tokenizer, results, checkpoints and figures; results of an earlier run there are
+    moved to its earlier_1, earlier_2, ..."""
     resume: bool = False
-    """go on from the newest intact checkpoint in the workdir, if there is one; what you do not type
-    is as it was"""
+    """continue from the newest intact checkpoint in the workdir, if there is one, with the options
+    of the saved run; device, core, compilation, recording and check options are set each time"""
     save_every: Count | None = None
-    """steps between checkpoints; there is always one at the end of an epoch"""
+    """save a checkpoint every N steps, besides the one at the end of each epoch"""
     keep: Whole = 2
-    """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
+    """how many of the newest checkpoints to keep (one more while training); 0: save none"""
     on_signal: Literal["save", "end"] = "save"
-    """on SIGTERM or SIGUSR1: finish the step, save and end with status 75, or end at once; a second
-    SIGTERM always ends at once"""
+    """on SIGTERM or SIGUSR1: finish the step, save it and exit with status 75, or exit at once; a
+    second SIGTERM always exits at once. Ctrl-C exits at once and saves nothing: see --save_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = UNSET
-    """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20, and 0
-    on a GPU, which would wait for every action"""
+    """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20 on a
+    CPU; 0 on a GPU, where recording synchronizes after every action"""
 
 
 @dataclass
@@ -187,18 +192,19 @@ class Processes:
     """processes"""
 
     world_size: Count = UNSET
-    """processes; default 2, or as many as torchrun starts"""
+    """number of processes; default: 2, or as many as torchrun starts"""
     cores_per_rank: Count | None = None
-    """CPU cores per process; by default all cores are shared out"""
+    """CPU cores per process; by default all cores are divided evenly"""
     master_port: Whole | None = None
     """port on 127.0.0.1 where the processes meet; default: a free one"""
     compile: bool = False
-    """torch.compile each layer and the loss; faster on a GPU, after half a minute"""
+    """torch.compile each layer and the loss: faster on a GPU, once half a minute of compiling is
+    over"""
     timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
     step_timeout: Seconds | None = None
-    """the same within steps, after the first of an epoch; default: on a CPU 60, or ten times the
-    step before if that is longer; on a GPU, and with --compile, --timeout"""
+    """the same within a step, after the first of an epoch; default: on a CPU 60, or ten times the
+    previous step if that is longer; on a GPU, and with --compile, the value of --timeout"""
 
 
 @dataclass
@@ -206,19 +212,23 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: ScheduleName = UNSET
-    """gpipe, 1f1b (default), zb; several stages per device: interleaved, zbv, vhalf, vmin"""
+    """order of work: gpipe, 1f1b (default) or zb; interleaved, zbv, vhalf and vmin have several
+    stages per device"""
     chunks: Count = UNSET
-    """stages per device, of interleaved; default: 2"""
+    """stages per device, for --schedule interleaved; default: 2"""
     balance: str = UNSET
-    """auto (default): by measured time, halves of blocks too; uniform; or 3,5: blocks of each"""
+    """how blocks are split into stages: auto (default) balances measured time and may cut inside a
+    block; uniform; or blocks per stage, e.g. 3,5"""
 
 
 @dataclass
 class Tools:
     """other tools"""
 
+    print_steps: bool = False
+    """print the loss and the seconds of every step"""
     profile: Whole = 0
-    """profile every operator for N steps, skipping the first; per rank, for ui.perfetto.dev"""
+    """profile every operator for N steps after the first, on each rank, for ui.perfetto.dev"""
     tensorboard: bool = False
     """write metrics.jsonl for TensorBoard, too"""
     wandb: bool = False
@@ -230,23 +240,25 @@ class Axes:
     """layout, optimizer, checks"""
 
     dp: Count = UNSET
-    """of 3d: replicas, each with a part of the batch; default: as many as the ranks make"""
+    """data-parallel replicas, each with a part of the batch; default: as many as the ranks allow"""
     pp: Count = UNSET
-    """of 3d: stages of layers; default: 1"""
+    """pipeline stages; default: 1"""
     tp: Count = UNSET
-    """of 3d: parts of every matrix; default: 1"""
+    """parts that every matrix is cut into; default: 1"""
     sequence_parallel: bool = False
-    """of tensor and 3d: between matrices, each rank has a part of the positions"""
+    """between the matrices, each rank holds a part of the positions"""
     zero: ZeroStage | None = None
-    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
+    """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the
+    parameters, too; 3d has 1 and 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
+    """with --check_weights prefer sgd: AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = 0.9
-    """of sgd"""
+    """momentum of sgd"""
     vgg_width: Count = 64
-    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
+    """channels of the first layers of vgg16; later layers have up to 8 times as many"""
     check_weights: bool = False
-    """train again on one process and compare every weight by name; exit status 1 if they differ"""
+    """train again on one process and compare every weight by name; exit with status 1 if they
+    differ"""
     check_output: bool = False
     """the same for the outputs on a batch of test data"""
 
@@ -259,7 +271,7 @@ class Threads:
     """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
     stages that compute at the same time, on different micro-batches"""
     num_devices: Count = UNSET
-    """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
+    """number of stages: GPUs, by default all of them, or slices of the CPU cores, by default 2"""
     pipeline: Literal["whole", "blocks"] = "whole"
     """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
     both on the first device"""
@@ -270,13 +282,14 @@ class DataParallel:
     """data parallelism"""
 
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
-    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
+    """how gradients are averaged: one all-reduce per parameter after backward, one for all, or
+    buckets that overlap with backward"""
     bucket_mb: Positive | None = None
-    """size of a bucket of gradient_sync overlap in MiB; default: 4, and 25 over NCCL"""
+    """size of a bucket in MiB, for --gradient_sync overlap; default: 4, or 25 over NCCL"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which buckets are sent"""
     pytest: bool = False
-    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
+    """train one epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
 
 
 @dataclass
@@ -286,9 +299,7 @@ class Options(
     """All options. A program's own class says which groups it shows, and its defaults."""
 
     GROUPS: ClassVar[tuple[type, ...]] = ()
-    PAGES: ClassVar[Mapping[str, tuple[str, Set[str]]]] = {}
-    """of a program that has several strategies: what --help says of each, and which options it does
-    not show"""
+    HAS_STRATEGIES: ClassVar[bool] = False
     strategy: str = "single"
     """how the model is laid out on the processes"""
     typed: Set[str] = frozenset()
@@ -296,43 +307,3 @@ class Options(
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
-
-
-class Only(NamedTuple):
-    """Options that only some runs have.
-
-    Attributes:
-        names: of the options.
-        who: the runs, in words. Without `has` it names strategies, as "pipeline or 3d".
-        has: whether a run of these options, which may be UNSET, is one of them.
-        instead: what works.
-    """
-
-    names: str
-    who: str
-    has: Callable[[Options], bool] | None = None
-    instead: str = "leave it out"
-
-    def fits(self, args: Options) -> bool:
-        """Whether a run has them."""
-        return self.has(args) if self.has else args.strategy in self.who.split(" or ")
-
-
-SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
-
-ONLY = (
-    Only(" ".join(AXES), "3d"),
-    Only("schedule chunks", "pipeline or 3d"),
-    Only("balance", "pipeline or model or 3d"),
-    Only("sequence_parallel", "tensor or 3d"),
-    Only("zero", "fsdp or 3d"),
-    Only("compile", "single or ddp"),  # nothing watches the operators of a layer
-    Only("schedule chunks balance", "a run with stages",
-         lambda o: o.strategy != "3d" or o.pp > 1, "--pp 2 works"),
-    Only("sequence_parallel", "a run whose matrices are cut", lambda o: o.tp > 1, "--tp 2 works"),
-    Only("bucket_mb comm_dtype", "--gradient_sync overlap",
-         lambda o: o.gradient_sync == "overlap"),
-    Only("momentum", "--optimizer sgd", lambda o: o.optimizer == "sgd"),
-    Only("vgg_width", f"--model {VGG}", lambda o: o.model == VGG),
-    Only(SENTENCES, "a model of sentences, as gpt2-mini,", lambda o: o.model != VGG),
-)  # fmt: skip

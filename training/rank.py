@@ -23,7 +23,7 @@ from .launch.compare_ranks import check_same, run_things
 from .launch.errors import counted
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup, setup_of
-from .optimization import check_warmup
+from .optimization import check_warmup, usual_warmup
 from .resume import Resume, find_resume
 from .tasks.task import TrainingTask
 
@@ -80,6 +80,8 @@ def run_rank(
         fingerprints = task.fingerprints()
         check_same(world, run_things(options_of(args), fingerprints, task.model_content()))
     resume.check_data(task.fingerprints()["train"])
+    if "warmup_steps" not in args.typed and resume.checkpoint is None:
+        args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
     check_warmup(args, task.steps_per_epoch)
     setup = setup_of(args, world, resume.cut)
     model = layout_of(task, world, setup)

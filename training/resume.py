@@ -16,17 +16,16 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import Options, spelt
+from training.options import O, Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
@@ -51,7 +50,7 @@ OF_LAYOUT = {
 # Of one computer, or of one start. A resume takes none of these.
 OF_ONE_START = {
     "resume", "workdir", "device", "cores_per_rank", "master_port", "compile", "timeline",
-    "profile", "pytest", "check_weights", "check_output",
+    "profile", "print_steps", "pytest", "check_weights", "check_output",
 }  # fmt: skip
 
 
@@ -83,22 +82,22 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def options_of_checkpoint(
-    workdir: Path, strategies: Sequence[str], typed: Set[str]
-) -> dict[str, Any]:
-    """What a resume takes of the options of the run whose newest intact checkpoint is in the
-    workdir: those that were not `typed`. It takes the layout if that run had one of `strategies`,
-    none of the layout was typed, and torchrun does not decide how many ranks there are. Empty if
-    there is no checkpoint on this host."""
-    checkpoint, _ = newest(workdir / CHECKPOINTS)
+def as_it_was(args: O, names: Iterable[str], *strategies: str) -> O:
+    """With --resume, the options `names` of the run whose newest intact checkpoint is in the
+    workdir, but those that were typed. The layout is taken if that run had one of `strategies`,
+    none of the layout was typed, and torchrun does not decide how many ranks there are."""
+    checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
     saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
-    left = OF_ONE_START | typed
-    if LENGTH & typed:
+    left = OF_ONE_START | args.typed
+    if LENGTH & args.typed:
         left |= LENGTH
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
-    if other or OF_LAYOUT & typed:
+    if other or OF_LAYOUT & args.typed:
         left |= OF_LAYOUT
-    return {name: value for name, value in saved.items() if name not in left}
+    taken = {name: saved[name] for name in names if name in saved and name not in left}
+    for name in taken.keys() & {"n_train", "n_validation", "n_test"}:
+        taken[name] = taken[name] or "all"  # as it is typed
+    return replace(args, **taken)
 
 
 def find_resume(args: Options) -> Resume:

@@ -1,4 +1,4 @@
-"""Every layout beside one plain process: what is compared, and how. `project/verify.py` runs it.
+"""Every layout beside one plain process: what is compared, and how. `make verify` runs it.
 
 problems.py     what is trained: a tiny GPT-2 on random sentences, a narrow VGG16 on noise
 plain.py        the reference: one process, plain PyTorch

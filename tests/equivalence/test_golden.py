@@ -22,8 +22,8 @@ from training.launch.world import World
 OPTIONS = (
     "--n_layer=2", "--n_embd=32", "--n_head=2", "--vocab_size=512", "--model_max_length=48",
     "--batch_size=8", "--n_train=20", "--n_validation=8", "--n_test=2", "--n_epochs=2",
-    "--learning_rate=1e-3", "--dropout=0", "--seed=0", "--device=cpu", "--keep=0",
-    "--world_size=1",
+    "--learning_rate=1e-3", "--warmup_steps=0", "--dropout=0", "--seed=0", "--device=cpu",
+    "--keep=0", "--world_size=1",
 )  # fmt: skip
 LOSSES = [6.2478458, 6.2256862, 6.2141696, 6.1191051, 6.0928040, 6.0616208]
 # In float32 another processor adds up in another order, and draws initial weights whose last bit

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from project.parser import parse_options
 from project.utils import read_pairs, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
@@ -36,14 +37,14 @@ def begin(*_: object) -> None:
 def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     """The status with which a command line ends before a run begins, and what it says."""
     program, *options = shlex.split(line)
-    module = PROGRAMS[program][0]
+    kind, (module, _) = KINDS[[*PROGRAMS].index(program)], PROGRAMS[program]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
         patch.setattr(module, "launch", lambda run, _, args: run(World(), args), raising=False)
         patch.setattr(SequenceTask, "_shared_files", begin)
         patch.setattr(PictureTask, "__init__", begin)
         with pytest.raises(SystemExit) as end:
-            run_program(module.main)
+            run_program(lambda: module.main(parse_options(kind, module.__doc__)))
     printed = capfd.readouterr()
     assert printed.out == ""
     return end.value.code, printed.err.removeprefix(f"{program}.py: error: ")
@@ -57,12 +58,11 @@ CORES = len(os.sched_getaffinity(0))
 # The line, and a part of what is said after the values: of the rule, or of what works.
 TABLE = """
 # mistyped
-pp --n_chunks 2 => there is no such option; is it --n_chunk?
+pp --n_chunks 2 => there is no such option; is it --n_chunk or --chunks?
 pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
 dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
-train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d; is it ddp?;
+train ddpp => it must be none or single or ddp or fsdp or pipeline or model or tensor or 3d; is it
 dp --n_epochs 2 --num_batches=3 => leave one out;
-train ddp --num_workers 3 --world_size=2 => two names of one option; leave one out;
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
 pp ONE --recompute except_last => nothing would be recomputed; --recompute always works
@@ -82,14 +82,16 @@ pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs 
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
 pp FLOW --schedule zbv --n_layer 1 --balance uniform => 1 block and every stage needs one; --sched
 # micro-batches
-dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
-pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
+dp --accumulation_steps 33 => a micro-batch needs an example; --num_microbatches 1 to 32 works
+pp FLOW --n_chunk 65 => a micro-batch needs an example; --num_microbatches 1 to 64 works
 train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
 dp --gradient_sync flat --bucket_mb 8 => only --gradient_sync overlap has it; leave it out
-pp --num_devices 999 => leave it out, or use --model_parallel_mode pipeline_parallel
-pp FLOW --pipeline blocks --schedule zb => with these it is gpipe; leave it out, or use
-pp ONE --pipeline blocks --n_chunk 3 => with these it is 1; leave it out, or use
+pp --num_devices 999 => there is one device, unless you choose a mode, and it is 1; leave it out, or
+pp --schedule zb => there is one device, unless you choose a mode, and it is sequential; leave it
+pp ONE --schedule zb => in mode model_parallel one stage computes at a time, and it is sequential;
+pp FLOW --pipeline blocks --schedule zb => --pipeline blocks is the course's form, and it is gpipe;
+pp ONE --pipeline blocks --n_chunk 3 => one stage computes at a time, and it is 1; leave it out, or
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
 train pipeline --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
@@ -97,9 +99,9 @@ train ddp --tp 2 => only 3d has it; leave it out
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
-train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
+train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_size 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
-train fsdp --compile => only single or ddp has it; leave it out
+train fsdp --compile => only none or single or ddp has it; leave it out
 train 3d --pp 2 --sequence_parallel => only a run whose matrices are cut has it; --tp 2 works
 train 3d --dp 2 --zero 2 => --zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works
 train 3d --dp 2 --pp 2 --zero 3 => stages keep their parameters; --zero 1, or --pp 1, works
@@ -107,7 +109,9 @@ train 3d --pp 2 --zero 1 => it shards over replicas; --dp 2 works
 train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works
 train ddp --momentum 0.5 => only --optimizer sgd has it
 train ddp --model gpt2-mini --vgg_width 8 => only --model vgg16 has it
-train ddp --n_layer 2 => only a model of sentences, as gpt2-mini, has it; leave it out
+train ddp --n_layer 2 => the default model, vgg16, learns images; --model gpt2-mini has it
+train ddp --src fr => the default model, vgg16, learns images; --model gpt2-mini has it
+train ddp --model vgg16 --n_test 9 => --model vgg16 learns images; --model gpt2-mini has it
 train ddp --model gpt2-mini --dataset a.txt --n_test 8 => and this is plain text; leave it out
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
@@ -221,9 +225,9 @@ CHANGED = {
 MAY_CHANGE = """
     async_save balance benchmark_only bucket_mb check_output check_weights chunks compile
     cores_per_rank device dp gradient_sync keep master_port model_parallel_mode n_epochs
-    num_batches num_devices num_microbatches on_nan on_signal pipeline pp profile pytest recompute
-    resume save_every schedule sequence_parallel step_timeout strategy tensorboard timeline
-    timeout tp typed wandb workdir world_size zero
+    num_batches num_devices num_microbatches on_nan on_signal pipeline pp print_steps profile
+    pytest recompute resume save_every schedule sequence_parallel step_timeout strategy tensorboard
+    timeline timeout tp typed wandb workdir world_size zero
 """
 
 

@@ -15,7 +15,7 @@ from pipeline.schedules.catalogue import SCHEDULES
 from project.parser import shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
-from project.strategies import PAGES
+from project.strategies import STRATEGIES, absent_from, page_of
 from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
@@ -57,12 +57,41 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         (DP + "twice", "unrecognized arguments: twice"),
         ("train ", "the following arguments are required: STRATEGY"),
         (DP + "--workdir", "--workdir expected one argument"),
-        (DP + "--workdir=", "--workdir: its value is empty; leave it out, or give one"),
-        (DP + "--dataset '' --resume", "--dataset: its value is empty; leave it out, or give one"),
-        ("train ''", "the first argument is empty"),
-        (DP + "--print_config=yes", "--print_config ignored explicit argument 'yes'"),
-        (PP + "--n_chunk 0", f"--n_chunk 0: it must be {COUNT}"),
-        (DP + "--num-workers two", f"--num_workers two: it must be {COUNT}"),
+        (DP + "--workdir=", "--workdir is empty; leave it out, or give it a value"),
+        (DP + "--dataset '' --resume", "--dataset is empty; leave it out, or give it a value"),
+        (PP + "--n_chunk 0", f"--num_microbatches 0: it must be {COUNT}"),
+        (DP + "--num-workers two", f"--world_size two: it must be {COUNT}"),
+        (DP + "-w 0", f"--world_size 0: it must be {COUNT}"),
+        # Two options whose names are alike.
+        (
+            TRAIN.replace("ddp", "pipeline") + "--chunk 8",
+            "--chunk: there is no such option; is it --chunks or --n_chunk?",
+        ),
+        # An option of another program, or strategy, by its other names too.
+        (
+            PP + "--world_size 2",
+            "--world_size: only run_data_parallel.py and train.py have it; "
+            "--num_devices sets the stages",
+        ),
+        (
+            PP + "-w 2",
+            "-w: only run_data_parallel.py and train.py have it; --num_devices sets the stages",
+        ),
+        (
+            DP + "--schedule zb",
+            "--schedule: only run_pipeline.py and train.py pipeline have it; leave it out",
+        ),
+        (
+            TRAIN + "--num_devices 2",
+            "--num_devices: only run_pipeline.py has it; --world_size works",
+        ),
+        (TRAIN + "--chunks=2", "--chunks: only pipeline or 3d has it; leave it out"),
+        # What can be known without torch.
+        *(
+            (f"{program}--dataset {path}", f"--dataset {path}: there is no such file or folder")
+            for program in (DP, PP, TRAIN)
+            for path in ("./nowhere", "/no/where.jsonl", "../no.txt")
+        ),
     ):
         assert refused(line, refusal) == said
 
@@ -78,41 +107,42 @@ def test_flags_and_values() -> None:
     args = parse(DP + "--n-epochs 3 --num-workers=4 --workdir my-runs --gradient-sync flat")
     assert (args.n_epochs, args.world_size, args.gradient_sync) == (3, 4, "flat")
     assert args.workdir == Path("my-runs")
-    assert parse("train --zero 2 fsdp --check_weights").check_weights is True
     args = parse(DP + "--cores_per_worker 1 --accumulation_steps=5")
     assert (args.cores_per_rank, args.num_microbatches) == (1, 5)
 
 
-def test_options_come_from_a_file_and_the_line_goes_first(
-    refusal: Refusal, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What --print_config prints is such a file."""
-    Path("run.yaml").write_text("batch_size: 8\nn_epochs: 3\nresume: true\n")
-    for line in ("--config run.yaml --n_epochs 4", "--n_epochs 4 --config=run.yaml"):
-        args = parse(DP + line)
-        assert (args.batch_size, args.n_epochs, args.resume) == (8, 4, True)
-    with pytest.raises(SystemExit) as end:
-        parse(TRAIN + "--num_workers 3 --zero 2 --balance uniform --print_config")
-    assert end.value.code == 0
-    printed = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in printed.splitlines()] == shown(TrainOptions)
-    Path("printed.yaml").write_text(printed.replace("balance: uniform", "balance: null"))
-    for line in ("--config printed.yaml fsdp --zero 1", "fsdp --zero 1 --config printed.yaml"):
+WORDS = "--zero 2 -w 3 -n 5 -m 4 -b 24 -c 1 -l 0.5 --workdir ddp --check_weights"
+
+
+@pytest.mark.parametrize("place", range(len(WORDS.split()) + 1))
+def test_the_strategy_may_stand_anywhere(place: int) -> None:
+    """But between an option and its value, where it is the value."""
+    words = WORDS.split()
+    before = words[place - 1] if place else ""
+    if before in ("--zero", "-w", "-n", "-m", "-b", "-c", "-l"):
+        return
+    line = ["train", *words[:place], "fsdp", *words[place:]]
+    if before == "--workdir":
+        line = ["train", *words[:place], "pipeline", "fsdp", *words[place + 1 :]]
+    args = parse(" ".join(line))
+    assert (args.strategy, args.zero, args.world_size, args.num_batches) == ("fsdp", 2, 3, 5)
+    assert (args.num_microbatches, args.batch_size, args.cores_per_rank) == (4, 24, 1)
+    assert (args.learning_rate, args.check_weights) == (0.5, True)
+    assert args.workdir == Path("pipeline" if "pipeline" in line else "ddp")
+
+
+def test_options_come_from_a_file_and_what_comes_later_counts(refusal: Refusal) -> None:
+    """As they are typed, the strategy too."""
+    Path("run.txt").write_text("--batch_size 8 --n-epochs=3  # as typed\n\n--resume\nfsdp -w 3\n")
+    for line, epochs in (("@run.txt -c 1 --n_epochs 4", 4), ("--n_epochs 4 @run.txt", 3)):
         args = parse(f"train {line}")
-        assert (args.strategy, args.world_size, args.zero, args.n_epochs) == ("fsdp", 3, 1, 1)
-    unknown = "--config run.yaml: {}: no file has such an option; is it --{}?"
-    for wrong, said in (
-        ("batch_size: many", f"--batch_size many: it must be {COUNT}"),
-        ("batchsize: 8", unknown.format("batchsize", "batch_size")),
-        ("datset: my folder", unknown.format("datset", "dataset")),
-        ("config: run.yaml", unknown.format("config", "config")),
-        ("src: no", "--config run.yaml: src: YAML reads a word as False; put it in quotes"),
-    ):
-        Path("run.yaml").write_text(f"{wrong}\n")
-        assert refused(DP + "--config run.yaml", refusal) == said
-    assert refused(DP + "--config none.yaml", refusal) == (
-        "--config none.yaml: No such file or directory; --print_config writes one"
-    )
+        assert (args.strategy, args.world_size, args.batch_size) == ("fsdp", 3, 8)
+        assert (args.n_epochs, args.resume) == (epochs, True)
+    assert refused(DP + "@run.txt --resume", refusal) == "--resume fsdp: it must be true or false"
+    assert "No such file or directory: 'none.txt'" in refused(DP + "@none.txt", refusal)
+    Path("wrong.txt").write_text("--batchsize 8\n")
+    said = "--batchsize: there is no such option; is it --batch_size?"
+    assert refused(DP + "@wrong.txt", refusal) == said
 
 
 HELP = """
@@ -134,13 +164,16 @@ print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.
 EXPLAINED = {
     DP: (DataParallelOptions, set[str]()),
     PP: (PipelineOptions, set[str]()),
-    **{f"train {name}": (TrainOptions, lacks) for name, (_, lacks) in PAGES.items()},
+    **{
+        f"train {name}": (TrainOptions, {*absent_from(name), *row.hidden.split()})
+        for name, row in STRATEGIES.items()
+    },
 }
 # What the usage line of other programs begins with.
 OTHERS = {
     "generate --help": "generate.py FOLDER [TEXT ...]",
     "plot timeline --help": "plot.py timeline RUN",
-    "plan check --help": "plan.py check TABLE",
+    "plan search --help": "plan.py search",
 }
 # Words that would be of other programs.
 FOREIGN = {
@@ -166,14 +199,16 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
     ]
     for page, (line, (kind, lacks)) in zip(pages, EXPLAINED.items(), strict=True):
         assert page.startswith(f"usage: python project/{line.split()[0]}.py ")
-        assert 40 < page.count("\n") < 110
+        assert 40 < page.count("\n") < 120
         assert max(map(len, page.splitlines())) <= 118
-        there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)} - {"config", "print_config"}
+        there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)}
         assert there == {*shown(kind)} - lacks, line
-        assert ("--num_workers N" in page) == (Processes in kind.GROUPS and "single" not in line)
+        assert ("--num_workers N" in page) == (
+            Processes in kind.GROUPS and "world_size" not in lacks
+        )
         assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
     assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
-    assert re.findall(r"^(\w+) {2}", strategies, re.MULTILINE) == list(PAGES)
+    assert re.findall(r"^ {4}(\w+) {2}", strategies, re.MULTILINE) == list(STRATEGIES)
 
 
 def test_every_schedule_can_be_typed() -> None:
@@ -182,8 +217,8 @@ def test_every_schedule_can_be_typed() -> None:
 
 
 def test_examples_of_help_can_be_typed() -> None:
-    for strategy, (page, _) in PAGES.items():
-        examples = re.findall(r"^python project/train\.py (.*)$", page, re.MULTILINE)
+    for strategy in STRATEGIES:
+        examples = re.findall(r"^python project/train\.py (.*)$", page_of(strategy), re.MULTILINE)
         assert [parse(f"train {line}").strategy for line in examples] == [strategy] * 2
 
 
@@ -272,6 +307,8 @@ def test_what_torchrun_and_the_machine_allow(
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     if started:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(started[0]))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started[1]))
     found: int | str

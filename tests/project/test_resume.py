@@ -120,7 +120,8 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
         args = parse(f"{typed} {resumed}")
         return args.save_every, args.timeout, args.world_size, args.gradient_sync
 
-    assert parse(f"train ddp {resumed}").n_test is None
+    args = parse(f"train ddp {resumed} --n_epochs 99")
+    assert (args.n_test, args.warmup_steps) == (None, 4)  # half of the eight steps of that run
     assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
     assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
@@ -129,6 +130,8 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     with monkeypatch.context() as torchrun:
         torchrun.setenv("TORCHELASTIC_RUN_ID", "none")
         torchrun.setenv("WORLD_SIZE", "2")
+        torchrun.setenv("RANK", "0")
+        torchrun.setenv("LOCAL_RANK", "0")
         assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed

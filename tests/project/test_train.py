@@ -4,6 +4,7 @@ where a strategy does not."""
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def test_the_summary_has_the_bytes_that_figures_show(ranks: Ranks) -> None:
     assert all(50e6 < peak < 5e9 for peak in found["peak_rss_bytes"])
 
 
+def test_none_is_one_process_that_prints_every_step() -> None:
+    """With the short options of the handout, and its losses are those of single."""
+    printed, error = run(f"train -n 3 -b 7 -l 0.02 -m 1 none {SMALL_VGG}")
+    assert error is None, printed
+    steps = re.findall(r"^step (\d): loss ([\d.]+), [\d.]+ s$", printed, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == [1, 2, 3]
+    of_none = summary()["loss"]
+    assert [float(loss) for _, loss in steps] == pytest.approx(of_none, abs=1e-4)
+    run(f"train single --num_batches 3 --batch_size 7 --learning_rate 0.02 {SMALL_VGG}")
+    assert summary()["loss"] == of_none
+
+
 def tamper_at_the_end(rank: int, patches: pytest.MonkeyPatch) -> None:
     """With a weight, a name, and an output of rank 1."""
     outputs = Replicated.outputs
@@ -89,6 +102,7 @@ def tamper_at_the_end(rank: int, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(Replicated, "outputs", wrong_outputs)
 
 
+SMALL_VGG = "--n_train 20 --n_validation 9 --device cpu --vgg_width 4 --optimizer sgd --keep 0"
 WRONG = "weights are not those of one process"
 BEYOND = ["conv3_2.bias: off by 1.0e-04", "missing: fc7.weight", "outputs, part 1: off by 1.0e-04"]
 

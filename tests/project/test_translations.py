@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from project.run_pipeline import choose_devices
+from project.train import lay_out
 from project.utils import read_pairs
 from tests.project.conftest import WorldOf
 from tests.project.programs import (
@@ -26,7 +27,6 @@ from tests.project.programs import (
     summary,
 )
 from training.launch.world import World
-from training.layouts.choose import lay_out
 from training.layouts.layout import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.loop import train
-from training.optimization import Optimizers, Recipe, check_warmup, clip_factor
+from training.optimization import Optimizers, Recipe, check_warmup, clip_factor, usual_warmup
 from training.options import Options
 from training.results import Totals
 from training.tasks.task import Step
@@ -28,6 +28,15 @@ INF, NAN = math.inf, math.nan
 def recipe_of(rate: float, per_epoch: int, steps: int, **options: Any) -> Recipe:
     """The recipe of a run of so many steps."""
     return Recipe(Options(learning_rate=rate, num_batches=steps, **options), per_epoch)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (2, 1), (5, 2), (16, 8), (40, 20), (41, 20), (9999, 20)]
+)
+def test_a_run_warms_up_for_half_of_it_at_most(steps: int, warmup: int) -> None:
+    """If nobody says for how many steps."""
+    assert usual_warmup(Options(num_batches=steps), 7) == warmup
+    check_warmup(Options(num_batches=steps, warmup_steps=warmup), 7)
 
 
 def test_the_warm_up_ends_before_the_run_does() -> None:

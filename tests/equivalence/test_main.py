@@ -1,4 +1,4 @@
-"""verify.py: what a person sees of it."""
+"""`python -m tests.equivalence`: what a person sees of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.pipe import Pipe
-from project import verify
+from tests.equivalence import __main__ as verify
 from tests.equivalence.table import TABLE
-from tests.project.conftest import Refusal
 from training.launch.errors import UserError
 
 GREEN, BROKEN, RAISES = "single-odd", "threads2-1f1b-m3", "threads2-1f1b-m1"
@@ -58,7 +57,7 @@ def test_what_differs_or_raises_makes_the_status_1_and_says_where(
     assert said(["--strategy", GREEN], capsys)[0] == 0
 
 
-def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str], refusal: Refusal) -> None:
+def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     verify.main(["--list", "--strategy", "module*"])
     names = capsys.readouterr().out.split()
     assert names == [row.name for row in TABLE if row.name.startswith("module")] != []
@@ -68,5 +67,6 @@ def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str], refusal: Refu
     ):
         with pytest.raises(UserError, match=words):
             verify.parse_verify(argv)
-    said = refusal(verify.parse_verify, ["--steps", "1"])
-    assert "--steps 1: it must be a whole number, 2 or more" in said
+    with pytest.raises(SystemExit):
+        verify.parse_verify(["--steps", "1"])
+    assert "--steps 1: it must be a whole number, 2 or more" in capsys.readouterr().err

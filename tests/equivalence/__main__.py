@@ -4,9 +4,9 @@ The plain process is transformers' GPT-2 or a VGG16 in plain PyTorch, the whole 
 layout starts from its weights and must have its losses, its gradients at every step by parameter
 name, and its weights after the last; where dropout is on, a second run must have the same bits.
 
-    python project/verify.py
-    python project/verify.py --list
-    python project/verify.py --strategy 'ddp2-*' --strategy threads2-zb-m8 --steps 3
+    python -m tests.equivalence
+    python -m tests.equivalence --list
+    python -m tests.equivalence --strategy 'ddp2-*' --strategy threads2-zb-m8 --steps 3
 
 Exit status 0: all agree; 1: one does not, and the line under it says where most.
 The rows are in tests/equivalence/table.py; how large a difference may be, in compare.py there.
@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import time
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-
-if __package__ in (None, ""):  # run as a script: the packages are beside this folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -66,7 +62,7 @@ def choose(patterns: list[str]) -> list[Row]:
 
 def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     """The options; mistakes are reported before anything starts."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="tests.equivalence", description=__doc__)
     add = parser.add_argument
     add("--strategy", action="append", metavar="PATTERN", help="only these rows, as 'fsdp2-*'")
     add("--list", action="store_true", help="print the names of the rows")
@@ -76,7 +72,7 @@ def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args(argv)
     if torchrun_world_size() is not None:
-        raise UserError("verify.py starts its own ranks: run it without torchrun")
+        raise UserError("the comparison starts its own ranks: run it without torchrun")
     if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json}: it must be a file in a folder that exists")
     patterns = [name for given in args.strategy or ["*"] for name in given.split(",") if name]
