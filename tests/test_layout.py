@@ -94,7 +94,7 @@ def code_of(path: Path) -> int:
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     path = ROOT / "project" / f"{program}.py"
-    assert sum(map(code_of, {path, *brought_in(path)})) <= 1.10 * code
+    assert sum(map(code_of, {path, *brought_in(path)})) <= 1.12 * code
 
 
 def test_imports_point_one_way() -> None:
