@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.project.programs import TINY, run
 from training import loop
+from training.launch.world import World
 from training.layouts.layout import LaidOutModel
+from training.loop import step_timeout
+from training.options import Options
 from training.resume import Saving
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -35,3 +39,21 @@ def test_only_steps_have_the_short_time_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(line)[1] is None
     epoch = [3.0, 3.0, 3.0, 50.0, "save", "evaluate_loss"]
     assert done == ["evaluate_loss", *epoch, *epoch]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "seconds", "expected"),
+    [
+        ({}, "cpu", 0.5, 60.0),  # a minute at least
+        ({}, "cpu", 9.0, 90.0),  # ten times the step before
+        ({}, "cpu", 50.0, 300.0),  # and never longer than elsewhere
+        ({"compile": True}, "cpu", 0.5, 300.0),  # a step may compile again
+        ({}, "cuda", 0.5, 300.0),
+        ({"compile": True, "step_timeout": 5.0}, "cuda", 50.0, 5.0),  # as typed
+    ],
+)
+def test_the_time_out_of_a_step(
+    options: dict[str, Any], device: str, seconds: float, expected: float
+) -> None:
+    world = World(device=torch.device(device))
+    assert step_timeout(Options(timeout=300.0, **options), world, seconds) == expected

@@ -269,12 +269,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher._run_rank(World(), Options(), lambda: None, print, ())
 
 
-@pytest.mark.parametrize(("device", "taken"), [("cuda", torch.device("cuda", 1)), ("cpu", [5, 7])])
-def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
-    device: Any, taken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 3 of 4, of which each host has two, with three GPUs."""
-
+@pytest.fixture
+def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 3 of 4, of which each host has two."""
     torchrun = {
         "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
@@ -283,6 +280,14 @@ def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
         monkeypatch.setenv(name, value)
     for name in ("_end_with_parent", "answer"):  # of the process that runs tests
         monkeypatch.setattr(launcher, name, lambda *_: None)
+
+
+@pytest.mark.usefixtures("second_host")
+@pytest.mark.parametrize(("device", "taken"), [("cuda", torch.device("cuda", 1)), ("cpu", [5, 7])])
+def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
+    device: Any, taken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three GPUs, or four cores."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
     seen = Mock(side_effect=RunError)
@@ -291,6 +296,29 @@ def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
     with pytest.raises(RunError):
         launcher._join_torchrun(print, Options(device=device), ())
     assert seen.mock_calls == [call(taken)]
+
+
+@pytest.mark.usefixtures("second_host")
+def test_a_rank_of_the_second_host_fails_above_the_actions_of_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which are in a file that the ranks of this host alone share."""
+
+    def fail(world: World, *_: object) -> None:
+        world.last.note("forward")
+        raise ValueError("a bug")
+
+    (tmp_path / "0" / "1").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "1" / "error.json"))
+    said, left = Mock(), Mock()
+    for name, mock in (("_run_rank", fail), ("say", said), ("leave", left)):
+        monkeypatch.setattr(launcher, name, mock)
+    launcher._join_torchrun(print, Options(), ())
+    (error,), (actions,) = (call.args for call in said.mock_calls)
+    assert error.startswith("\nrank 3 failed; torchrun ends the others.\nTraceback")
+    rows = [row.split()[:2] for row in actions.splitlines()[1:]]
+    assert rows == [["2", "not"], ["3", "forward"]]
+    left.assert_called_once_with("", 1)
 
 
 def agreed(*gpus: str) -> list[str]:
