@@ -146,7 +146,7 @@ class FullyShardedDataParallel:
             GatheredLayer(k, layer, places[k], self.units, recompute, self.device)
             for k, layer in enumerate(layers)
         ]
-        self.layers[-1].forget = False  # its backward is next
+        self.layers[-1].checkpoint = False  # its backward is next
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
@@ -166,7 +166,7 @@ class FullyShardedDataParallel:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
                 previous layer did not return in a container of `torch.utils._pytree`; or x does.
         """
-        self._forget()  # what a forward without a backward has left
+        self._free_graphs()  # what a forward without a backward has left
         value, training = pytree.tree_map_only(Tensor, self._cast, x), torch.is_grad_enabled()
         if training:
             refuse_gradient(x, "the input", "make what computes it the first of the layers")
@@ -184,7 +184,7 @@ class FullyShardedDataParallel:
         if training:
             self._output = pytree.tree_leaves(value)
         else:
-            self._forget()
+            self._free_graphs()
         return value
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class FullyShardedDataParallel:
             self._gather(k, layer.regathered, following)  # nothing for an embedding lookup
             graph = self._graphs.pop()
             found: dict[int, list[Tensor | None]] = {}
-            if graph is not None and graph.forgotten:
+            if graph is not None and graph.checkpointed:
                 with self._record("R", k):
                     layer.recompute(graph)  # needs all units, and such a layer regathers all
             if graph is not None:
@@ -220,7 +220,7 @@ class FullyShardedDataParallel:
             _free(layer.units, following)
             with self._record("reduce_scatter", k):
                 self._start_reduce(k, found)  # first waits for the sums of the layer above
-        self._forget()
+        self._free_graphs()
         self._microbatch += 1
 
     def train_step(
@@ -349,8 +349,8 @@ class FullyShardedDataParallel:
             return [None] * len(output)
         wanted = [y for y in output if isinstance(y, Tensor) and y.requires_grad]
         guard = Guard()
-        guard.enter((), wanted)
-        guard.refuse_strangers(loss, f"the loss after {self.layers[-1].name}")
+        guard.enter(wanted)
+        guard.check_no_foreign_leaves(loss, f"the loss after {self.layers[-1].name}")
         found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
@@ -369,7 +369,7 @@ class FullyShardedDataParallel:
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x
 
-    def _forget(self) -> None:
+    def _free_graphs(self) -> None:
         """Frees what a forward has kept for its backward."""
         self._graphs, self._output = [], []
         _free(self.units)

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph, versions
-from runtime.guards import Guard, written_by_torch
+from runtime.guards import Guard, refuse_shared_memory, written_by_torch
 
 from .flat import Place
 from .units import ShardedUnit
@@ -79,7 +79,7 @@ class GatheredLayer:
     """A layer and the units of its parameters.
 
     Args:
-        recompute: forget what backward needs and compute it again, if backward gathers all units.
+        recompute: free what backward needs and compute it again, if backward gathers all units.
 
     Attributes:
         regathered: the units needed by its backward.
@@ -100,7 +100,7 @@ class GatheredLayer:
         self.units = [u for u in units if index in u.unit.layers]
         needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
         self.regathered = [u for u in self.units if u.unit.index in needed]
-        self.forget = recompute and self.regathered == self.units
+        self.checkpoint = recompute and self.regathered == self.units
         self._places = places
         self._empty = {u.unit.index: u.empty for u in self.units}
         self._torchs_own = written_by_torch(module)
@@ -108,12 +108,13 @@ class GatheredLayer:
 
     def forward(self, value: Any) -> tuple[Any, LayerGraph]:
         """Runs the layer on gathered parameters; returns the detached output and its graph. A graph
-        that is `forgotten` must be given to `recompute` before `backward`, and the units gathered.
+        that is `checkpointed` must be given to `recompute` before `backward`, and the units
+        gathered.
 
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
-            ValueError: the layer writes to a parameter, or to one of two tensors that share memory;
+            ValueError: the layer writes to a parameter, or returns tensors that share memory;
                 or a parameter has a hook on its gradient.
         """
         if torch.is_grad_enabled():
@@ -123,26 +124,28 @@ class GatheredLayer:
                 for entry, p in zip(u.unit.entries, u.empty, strict=True)
             )
         graph = LayerGraph(self.device)
-        forget = self.forget and torch.is_grad_enabled()
-        run = partial(self._run, graph, forget)
-        return graph.record(value, run, is_first=False, forget=forget), graph
+        checkpoint = self.checkpoint and torch.is_grad_enabled()
+        run = partial(self._run, graph, checkpoint)
+        return graph.record(value, run, is_first=False, checkpoint=checkpoint), graph
 
     def recompute(self, graph: LayerGraph) -> None:
-        """Runs a forgotten forward again."""
+        """Runs a checkpointed forward again."""
         graph.recompute(partial(self._run, graph, True))
 
-    def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
+    def _run(self, graph: LayerGraph, checkpoint: bool, entered: Any) -> Any:
         parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         trained = [p for ps in graph.leaves.values() for p in ps]
-        guard = Guard(runs_again=forget)
-        guard.enter(graph.shared, [*graph.inputs, *trained])
+        guard = Guard(runs_again=checkpoint)
+        guard.enter([*graph.inputs, *trained])
         before = versions(parameters)
         self._put(parameters)
         try:
-            output = guard.call(self.module, entered, self.name, self._around(graph, forget))
+            output = guard.call(self.module, entered, self.name, self._around(graph, checkpoint))
         finally:
             self._put(self._empty)  # after an error too
+        if torch.is_grad_enabled():
+            refuse_shared_memory(output, self.name)
         if versions(parameters) != before:
             raise ValueError(
                 f"{self.name} writes to its parameters in forward. They are copies here, and the "
@@ -152,8 +155,8 @@ class GatheredLayer:
         return pytree.tree_map_only(Tensor, self._own, output)
 
     @contextmanager
-    def _around(self, graph: LayerGraph, forget: bool) -> Iterator[None]:
-        again = graph.draws.entered() if forget else nullcontext()  # `recompute` draws the same
+    def _around(self, graph: LayerGraph, checkpoint: bool) -> Iterator[None]:
+        again = graph.draws.entered() if checkpoint else nullcontext()  # `recompute` draws the same
         with again, saved_tensors_hooks(self._pack, _unpack):  # notes, not views
             yield
 

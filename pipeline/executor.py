@@ -193,7 +193,7 @@ class Dataflow:
     def _backward(self, action: Action) -> None:
         kind, s, i = action
         stage = self._stages[s]
-        if stage.forgot(i):  # while the gradient is in transit
+        if stage.checkpointed(i):  # while the gradient is in transit
             with self._noted(action, RECOMPUTE):
                 stage.recompute(i)
         gradients = self.down[s + 1].get(i)  # waits

@@ -33,7 +33,7 @@ Cost: the stage's activations of a micro-batch, from its forward to its backward
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph, memory_of
-from runtime.guards import Guard, refuse_hidden, written_by_torch
+from runtime.guards import Guard, refuse_hidden, refuse_shared_memory, written_by_torch
 from runtime.linear import WeightsLater, add, let_weights_wait
 from runtime.randomness import OfProcess, OfThread, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
@@ -113,8 +113,6 @@ class Stage:
         self.device = device
         self.memory = memory_of(device)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        # Per micro-batch, leaves of its input that shared memory on the sending rank.
-        self.shared_before: Mapping[int, Sequence[int]] = {}
         self.tail: Callable[[int, Any], Tensor] | None = None
         self._num_microbatches = num_microbatches
         self._deliver, self._held_back = deliver, held_back
@@ -145,16 +143,19 @@ class Stage:
         for part in self._parts:
             graph = _Graph(self.memory, part, WeightsLater(self._casts))
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
+            if is_first:
+                leaves = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+                refuse_shared_memory([x for x in leaves if x.requires_grad], "the input")
             run = partial(self._layers, i, graph, guard)
-            value = graph.record(value, run, is_first, self._forgets(i, part))
+            value = graph.record(value, run, is_first, self._checkpoints(i, part))
             kept.graphs.append(graph)  # value: detached, the next part's input
         if torch.is_grad_enabled():
             self._kept[i] = kept
         return value
 
-    def forgot(self, i: int) -> bool:
+    def checkpointed(self, i: int) -> bool:
         """Whether the backward of micro-batch i starts with a forward: `recompute`."""
-        return self._with_graph(i).graphs[-1].forgotten  # where backward starts
+        return self._with_graph(i).graphs[-1].checkpointed  # where backward starts
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
@@ -215,25 +216,23 @@ class Stage:
         add(self._totals, kept.sums)
         self._ended += 1
 
-    def _forgets(self, i: int, part: _Part) -> bool:
+    def _checkpoints(self, i: int, part: _Part) -> bool:
         if self._recompute == EXCEPT_LAST:
-            return i + 1 != self._num_microbatches  # unknown number (0): all forget
+            return i + 1 != self._num_microbatches  # unknown number (0): all
         if self._recompute == LAYERS and part is self._parts[-1]:
             return self.tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
 
     def _run_again(self, i: int, graph: _Graph) -> None:
-        """Run a part's forward again, if it was forgotten."""
+        """Run a part's forward again, if it was checkpointed."""
         graph.recompute(partial(self._layers, i, graph, self._guard()))
 
     def _guard(self) -> Guard:
         return Guard(runs_again=self._recompute != NEVER)
 
     def _layers(self, i: int, graph: _Graph, guard: Guard, value: Any) -> Any:
-        part, leaves = graph.part, pytree.tree_leaves(value)
-        before = self.shared_before.get(i, ()) if part is self._parts[0] else ()
-        shared = [*graph.shared, *(leaves[k] for k in before)]
-        guard.enter(shared, [*graph.inputs, *part.parameters])
+        part = graph.part
+        guard.enter([*graph.inputs, *part.parameters])
         layers: list[Callable[[Any], Any]] = list(part.layers)
         if self.tail and part is self._parts[-1]:
             layers.append(partial(self.tail, i))
@@ -243,6 +242,8 @@ class Stage:
             name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
             value = guard.call(layer, value, name, self._modes(k, i, graph))
         refuse_hidden(value, f"{name} hands on")
+        if torch.is_grad_enabled():
+            refuse_shared_memory(value, name)
         graph.later.products.clear()  # from a layer that differentiates inside its forward
         return value
 

@@ -28,8 +28,6 @@ import torch
 from torch import Tensor, cuda
 from torch.utils import _pytree as pytree
 
-from runtime.guards import overlapping
-
 from .executor import Channel
 
 
@@ -106,14 +104,11 @@ class Copier:
     def send(self, value: Any) -> Any:
         """Launch the copy of ``value`` after what the current stream has been given so far; return
         a `Transfer`. Tensors keep ``requires_grad``, and one at two places stays one.
-
-        A value whose tensors share memory in another way is returned as it is: whoever receives it
-        must see that, and copies it.
         """
         leaves, spec = pytree.tree_flatten(value)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         strided = all(t.layout == torch.strided for t in tensors.values())
-        if not tensors or not strided or overlapping(leaves):
+        if not tensors or not strided:
             return value
         if self._source.type == "cuda":
             self._streams[0].wait_stream(cuda.current_stream(self._source))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from runtime.guards import overlapping
 from runtime.recompute import Autocast
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -31,9 +30,8 @@ class Graph:
     """One piece, with its tensors on the device ``memory``."""
 
     def __init__(self, memory: torch.device) -> None:
-        self.shared: list[Tensor] = []  # of x, as the layers get it: those that share memory
         self._memory = memory
-        self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x as given
+        self._checkpoint: tuple[Any, list[int], Autocast] | None = None  # x as given
         # By position among the leaves of x and of y: those with a gradient.
         self._x: dict[int, Tensor] = {}
         self._y: dict[int, Tensor] = {}
@@ -45,36 +43,37 @@ class Graph:
         return list(self._x.values())
 
     @property
-    def forgotten(self) -> bool:
+    def checkpointed(self) -> bool:
         """Whether `recompute` must run before `differentiate`."""
-        return self._forgotten is not None
+        return self._checkpoint is not None
 
     def record(
-        self, value: Any, run: Callable[[Any], Any], is_first: bool, forget: bool = False
+        self, value: Any, run: Callable[[Any], Any], is_first: bool, checkpoint: bool = False
     ) -> Any:
         """``run(value)``, detached; ``requires_grad`` marks the leaves that are part of the graph.
 
-        ``run`` may write to the tensors of ``value`` (but see ``shared``): nobody else reads them.
+        ``run`` may write to the tensors of ``value``: nobody else reads them.
         The model's first graph works on copies, because the batch belongs to the caller and its
         micro-batches share memory. A tensor that appears twice stays one tensor, and its gradient
         is found at its first position.
 
-        ``forget`` frees what backward needs; `recompute`, with the same ``run``, makes it again.
+        ``checkpoint`` frees what backward needs; `recompute`, with the same ``run``, makes it
+        again.
         """
-        result = self._record(value, run, is_first or forget)
-        if forget and torch.is_grad_enabled():
+        result = self._record(value, run, is_first or checkpoint)
+        if checkpoint and torch.is_grad_enabled():
             self.release()  # with y goes all that autograd keeps
-            self._forgotten = value, versions(value), Autocast()  # x, its writes so far
+            self._checkpoint = value, versions(value), Autocast()  # x, its writes so far
         return result
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
-        """Rebuilds a forgotten graph. ``run`` must compute the same bits again.
+        """Rebuilds a checkpointed graph. ``run`` must compute the same bits again.
 
         Raises RuntimeError if x has been written to in between.
         """
-        if self._forgotten is None:
+        if self._checkpoint is None:
             return
-        (value, before, autocast), self._forgotten = self._forgotten, None
+        (value, before, autocast), self._checkpoint = self._checkpoint, None
         if versions(value) != before:
             raise RuntimeError(
                 "the input was written to between forward and backward, which computes it again: "
@@ -85,7 +84,6 @@ class Graph:
 
     def _record(self, value: Any, run: Callable[[Any], Any], copy: bool) -> Any:
         leaves, spec = pytree.tree_flatten(value)
-        shared = overlapping(leaves) if torch.is_grad_enabled() else ()
         self._num_inputs = len(leaves)
         entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
         for k, leaf in enumerate(leaves):
@@ -96,7 +94,6 @@ class Graph:
                     self._x[k] = inner.requires_grad_()  # the leaf that gets dx
                     inner = _Alias.apply(inner)  # what the layers get
                 entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
-        self.shared = [entered[id(leaves[k])] for k in shared]
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
         left: dict[int, Tensor] = {}  # by id of the result, too

@@ -6,10 +6,9 @@ refuses after each call
 
 - a tensor taken from an attribute of another layer or from a closure, whose gradient is lost;
 - tensors inside an object that pytree does not know, if it leaves the piece;
-- a write to a tensor that shares memory with another one that entered the piece beside it. Each is
-  detached by itself, and autograd forgets that one is a view of the other: the gradient is wrong.
-  Between processes each is a copy, and even the values differ. Shared memory that nobody writes to
-  costs nothing;
+- tensors that share memory and leave the piece side by side. Each is detached by itself, and
+  autograd forgets that one is a view of the other: after a write to one the other's gradient would
+  be wrong. Between processes each is a copy, and even the values would differ;
 - a change of a buffer, where the layer will run again for its backward.
 
 Other functions refuse, before any layer runs, hooks on modules that are never called, and gradients
@@ -21,8 +20,9 @@ Cost of a guard: about 0.4 us per operator of the graph; a copy of the buffers, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -49,15 +49,12 @@ class Guard:
 
     def __init__(self, runs_again: bool = False) -> None:
         self._runs_again = runs_again
-        self._writes: list[tuple[Tensor, int]] = []  # shared memory: a tensor, its writes so far
         self._known: dict[int, Tensor] = {}  # by id
         self._seen: set[Node] = set()  # over all calls: a value's graph contains those before it
 
-    def enter(self, shared: Iterable[Tensor], known: Iterable[Tensor]) -> None:
-        """Begin a piece. ``shared``: tensors of its input that share memory, see `overlapping`;
-        they are watched from now on, in later pieces too. ``known``: its inputs and parameters,
-        the only leaves that its graph may have."""
-        self._writes += [(t, t._version) for t in shared if not t.is_inference()]
+    def enter(self, known: Iterable[Tensor]) -> None:
+        """Begin a piece. ``known``: its inputs and parameters, the only leaves that its graph may
+        have."""
         self._known, self._seen = {id(t): t for t in known}, set()
 
     def call(
@@ -71,19 +68,13 @@ class Guard:
 
         Raises:
             RuntimeError: the result depends on an unknown leaf, or on a checkpoint with reentry.
-            ValueError: it wrote to memory that two tensors share, or to a buffer if it runs again.
+            ValueError: it wrote to a buffer, if it runs again.
         """
         training = torch.is_grad_enabled()
         watches = training and self._runs_again
         before = {key: b.clone() for key, b in _buffers(layer)} if watches else {}
         with around:
             result = layer(value)
-        if any(t._version != writes for t, writes in self._writes):
-            raise ValueError(
-                f"{name} changes a tensor in place that shares memory with another one handed on "
-                "beside it, whose gradient would be wrong: let the layer work out of place, e.g. "
-                "x = x + 1, or hand on a copy, e.g. (h, h[..., :1].clone())"
-            )
         for key, b in _buffers(layer) if watches else ():
             # Compare values: batch norm's kernel does not count its writes in _version.
             if key not in before or not torch.equal(before[key].nan_to_num(), b.nan_to_num()):
@@ -93,10 +84,10 @@ class Guard:
                     "without such state, as group norm, or --recompute never"
                 )
         if training:
-            self.refuse_strangers(result, name, value)
+            self.check_no_foreign_leaves(result, name, value)
         return result
 
-    def refuse_strangers(self, value: Any, who: str, given: Any = None) -> None:
+    def check_no_foreign_leaves(self, value: Any, who: str, given: Any = None) -> None:
         """RuntimeError if ``value``, which ``who`` computed from ``given``, depends on an unknown
         leaf, or on a checkpoint with reentry. Operators seen by an earlier call are skipped.
 
@@ -131,26 +122,26 @@ def _buffers(layer: Any) -> list[tuple[str, Tensor]]:
     return list(layer.named_buffers()) if isinstance(layer, nn.Module) else []
 
 
-def overlapping(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of tensors whose memory overlaps another's; works on fake tensors too.
-
-    The same tensor at several positions does not count. A tensor's memory reaches from its first
-    element to its last, including the elements its strides skip.
-    """
-    places: dict[int, tuple[Any, Any, Any]] = {}  # storage, begin, end
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
-            begin = leaf.storage_offset() * leaf.itemsize  # bytes from the start of the storage
-            steps = zip(leaf.shape, leaf.stride(), strict=True)
+def refuse_shared_memory(value: Any, who: str) -> None:
+    """ValueError if two tensors in ``value``, which ``who`` hands on, have memory in common. The
+    same tensor twice does not count. A tensor's memory reaches from its first element to its last,
+    including the elements its strides skip."""
+    tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+    places: list[tuple[Any, Any, Any]] = []  # storage, first byte, end
+    for t in tensors.values():
+        if t.layout == torch.strided and t.numel():
+            begin = t.storage_offset() * t.itemsize
+            steps = zip(t.shape, t.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)  # in elements
-            end = begin + (last + 1) * leaf.itemsize
-            places[id(leaf)] = (leaf.untyped_storage()._cdata, begin, end)
-    shared = set[int]()
-    for one, (storage, begin, end) in places.items():
-        for other, (that, start, stop) in places.items():
-            if one != other and storage == that and begin < stop and start < end:
-                shared.add(one)
-    return tuple(k for k, leaf in enumerate(leaves) if id(leaf) in shared)
+            places.append((t.untyped_storage()._cdata, begin, begin + (last + 1) * t.itemsize))
+    places.sort()
+    for (storage, _, end), (another, begin, _) in pairwise(places):
+        if storage == another and begin < end:
+            raise ValueError(
+                f"{who} hands on tensors that share memory, such as a tensor and a view of it: a "
+                "write to one would make the other's gradient wrong. Let it hand on a copy, e.g. "
+                "(h, h[..., :1].clone())"
+            )
 
 
 def hidden_type(value: Any) -> str | None:

@@ -3,9 +3,9 @@
 Problem. Between forward and backward autograd keeps what the layers have computed: for a block of
 GPT-2 some thirty times its input.
 
-Idea. Keep the input of a segment of layers, forget the rest, and compute it again when backward
-gets there. Forward is a third of a step, so a step takes about a third longer. Kept by each of K
-stages, for L layers and M micro-batches of a batch of N examples:
+Idea. Activation checkpointing: keep the input of a segment of layers, free the rest, and compute it
+again when backward gets there. Forward is a third of a step, so a step takes about a third longer.
+Kept by each of K stages, for L layers and M micro-batches of a batch of N examples:
 
     never         N L/K                          everything
     always        N  +  N/M L/K                  a stage's inputs; one micro-batch, computed again

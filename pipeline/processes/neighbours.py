@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipeline.schedules.schedule import BACKWARD_WEIGHT, FORWARD, Schedule
 from runtime.graph import Gradients
-from runtime.guards import overlapping
 from runtime.mesh import message_groups
 
 from .links import InFlight, Link, PeerError, close_groups, open_links, wait_for
@@ -33,8 +31,7 @@ class PeerChannel:
     """Values of one kind over a link, from the first of the two ``ends`` to the second: stages, for
     the channels of `Dataflow`, or ranks. ``what`` names the kind and the ends.
 
-    ``peer``: the global rank at the other end, for the recorder. ``shared``: by micro-batch, the
-    leaves of a received value that shared memory on the sender. ``most``: messages whose memory is
+    ``peer``: the global rank at the other end, for the recorder. ``most``: messages whose memory is
     kept; a send waits for the one that so many came after, see `Neighbours.start_step`.
     """
 
@@ -45,17 +42,14 @@ class PeerChannel:
         self._what, self._ends = what, ends
         self._sends: deque[deque[InFlight]] = deque()  # of messages that may be under way
         self.most = 1
-        self.shared: dict[int, tuple[int, ...]] = {}
 
     def put(self, i: int, value: Any) -> None:
         """Sends micro-batch i (-1: none); does not wait until it is received."""
-        shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
         with (
             _annotated(f"handing {self._what}", i),
             self._acting("send", self._ends[0], i, self._peer),
         ):
-            # every tensor arrives as a copy, which does not show what it shared
-            self._sends.append(deque(self._link.send(self._what, i, (value, shared))))
+            self._sends.append(deque(self._link.send(self._what, i, value)))
             self.wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
@@ -65,8 +59,7 @@ class PeerChannel:
             _annotated(f"waiting for {self._what}", i),
             self._acting("receive", end, i, self._peer),
         ):
-            value, self.shared[i] = self._link.receive(self._what, i)  # shared: for the stage
-        return value
+            return self._link.receive(self._what, i)
 
     def wait_for_sends(self, most: int = 0) -> None:
         """Waits until at most so many messages are under way."""

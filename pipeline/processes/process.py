@@ -271,8 +271,6 @@ class ProcessPipe:
             if s in self._own:
                 module = part if beside is None else nn.Sequential(_With(part, beside))
                 stage = Stage(s, module, self.device, draws, first_layer, **how)
-                if s in self._neighbours.up:
-                    stage.shared_before = self._neighbours.up[s].shared  # filled as messages arrive
                 stages.append(stage)
             first_layer += len(part)  # other ranks' layers count, too
         return stages

@@ -50,8 +50,8 @@ from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    BORN,
     FORWARD,
+    HELD_MORE,
     Action,
     Schedule,
     alternate,
@@ -191,7 +191,7 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
         if not started:
             raise ValueError(f"no rank can go on within {most} chunks: {[a[:3] for a in rest]}")
         for r, action in started:
-            alive[r] += BORN[action.kind]
+            alive[r] += HELD_MORE[action.kind]
             closed[r].append(action)
             done.add(action)
     return closed
@@ -208,7 +208,7 @@ def _next(
     """The index of the action to do now; None: wait."""
     peak, weight = alive, None  # peak: the most held if the list is followed up to k
     for k, action in enumerate(actions):
-        born = BORN[action.kind]
+        born = HELD_MORE[action.kind]
         if all(needed in done for needed in dependencies(action, num_stages)):
             if action.kind is BACKWARD_WEIGHT and weights_last:  # only if nothing after it is ready
                 weight = k if weight is None else weight

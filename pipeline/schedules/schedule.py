@@ -82,8 +82,8 @@ Schedule = list[list[Action]]  # per rank, its actions in order
 BuildSchedule = Callable[[int, int], Schedule]  # (ranks, micro-batches) -> lists
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-# Change in live micro-batches. I frees nothing: W still needs its operands.
-BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
+# How many more micro-batches a stage holds afterwards. I frees nothing: W needs its operands.
+HELD_MORE = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:

@@ -137,7 +137,7 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
 }
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor inside SimpleNamespace that requires grad",
-    "view": "layer 2 (Call) changes a tensor in place that shares memory",
+    "view": "layer 1 (Call) hands on tensors that share memory",
     "written": "layer 2 (Embedding) writes to its parameters in forward",
     "saved": "a ({}, 2, 4) tensor that backward needs has been modified in place",
     "torch.func": "torch.func.{{grad, vjp, jacrev, hessian}} don't yet support saved tensor hooks",
