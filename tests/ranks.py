@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -78,6 +78,16 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
     """Inside, the CPU ranks of one machine share memory, or they send as ranks of several do. Only
     what is made and first used inside is concerned; all ranks must enter it."""
     return nullcontext() if allowed else patch.object(SharedMemory, "open", return_value=None)
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Inside, memory from torch.empty is full of NaN: nothing is right because it was clean."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:

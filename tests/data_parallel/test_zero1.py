@@ -13,13 +13,15 @@ from data_parallel import zero1
 from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
 from tests.pipeline.pipeline_models import assert_close
-from tests.ranks import Ranks, sharing
+from tests.ranks import Ranks, nan_in_new_memory, sharing
 
 
 def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
-    """The weights after two steps of the plain model, each rank with its part of the batch."""
+    """The weights after two steps of the plain model, each rank with its part of the batch; and of
+    a parameter that has no gradient. Gaps between parameters count in norms, so they are zero."""
     parameters = dict((model := tied()).named_parameters())
-    with patch.object(zero1, "BYTES_AT_ONCE", at_once), sharing(share):
+    parameters["unused"] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with patch.object(zero1, "BYTES_AT_ONCE", at_once), sharing(share), nan_in_new_memory():
         ranks = Communicator(dist.group.WORLD)
         sharded = zero1.ShardedOptimizer(
             parameters, SGD, ranks, kind=lambda name: name.endswith("bias")
@@ -29,6 +31,9 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
             loss_of(model(x), target).backward()
             sharded.reduce()
             assert all(p.grad is None for p in parameters.values())
+            assert all(
+                s.grad is not None and s.grad.isfinite().all() for s in sharded.shards.values()
+            )
             sharded.optimizer.step()
     return {name: p.detach() for name, p in parameters.items()}
 
@@ -38,6 +43,7 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
 def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, share: bool) -> None:
     """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
     for weights in ranks.run(_updated, at_once, share):
+        assert weights.pop("unused").tolist() == [1.0, 1.0, 1.0]
         assert_close(weights, one_process(steps=2)[2])
 
 

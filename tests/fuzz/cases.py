@@ -28,7 +28,7 @@ from pipeline.schedules.catalogue import ONE_EACH
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
 from tests.fuzz.models import DOMAINS, build, loss_of, make_input
 from tests.pipeline.pipeline_models import cut
-from tests.ranks import sharing
+from tests.ranks import nan_in_new_memory, sharing
 
 WORLD_SIZE = 3
 ON_ONE = ("forward", "train_step")  # kinds that need one process
@@ -256,7 +256,8 @@ def run(rank: int, _: int, seed: int) -> bytes:
     would share each tensor as a file."""
     case = draw(seed)
     idle = rank > 0 and case.kind in ON_ONE
-    return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
+    with nan_in_new_memory():
+        return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
 
 
 def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
