@@ -117,6 +117,7 @@ bench: $(VENV)/.installed
 	$(RUN) -m benchmarks
 
 gpu: $(VENV)/.installed-dev
+	$(RUN) -m tests.gpu
 	$(RUN) -m benchmarks.gpu
 
 chaos: $(VENV)/.installed-dev

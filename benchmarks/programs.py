@@ -45,7 +45,7 @@ from training.tasks.tokens import Batch, collate_batch, get_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS, BATCH, LENGTH, PLAIN_VOCAB = 1600, 64, 128, 50257
-COMMON = f"--device cpu --dataset {DATASET} --n_validation 16 --n_test 2 --keep 0"
+COMMON = f"--dataset {DATASET} --n_validation 16 --n_test 2 --keep 0"
 EPOCH = (
     f"run_data_parallel.py --world_size 2 --model gpt2-mini --n_train {PAIRS} --n_epochs 1 "
     f"--batch_size {BATCH} --model_max_length {LENGTH} --learning_rate 1e-3"
@@ -56,10 +56,11 @@ STRATEGIES = f"{WIDE} --model_max_length 64 --n_train 192 --num_batches 5"
 GOALS = {4: 1.45, 8: 1.6}
 
 
-def program(command: str) -> dict[str, Any]:
+def program(command: str, device: str = "cpu") -> dict[str, Any]:
     """The summary of a run, and the time of its first epoch on the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, *f"project/{command} {COMMON} --workdir {folder}".split()]
+        line = f"project/{command} {COMMON} --device {device} --workdir {folder}"
+        words = [sys.executable, *line.split()]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{command}: status {done.returncode}\n{done.stderr[-2000:]}")
