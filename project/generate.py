@@ -80,7 +80,7 @@ from tqdm import tqdm
 
 from project.utils import run_program
 from training.launch.world import choose_device
-from training.tasks.texts import text_lines
+from training.tasks.text_files import text_lines
 from training.trained import export, load_trained, source_end
 
 

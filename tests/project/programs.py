@@ -26,7 +26,7 @@ from training.launch.errors import RunError
 from training.launch.world import World, choose_device
 from training.results import Totals
 from training.resume import Saving
-from training.tasks import texts
+from training.tasks import text_files
 from training.tasks.generation import continue_all
 from training.tasks.plain_text import END
 
@@ -84,7 +84,7 @@ def _begin(
     return continue_all(decoder, tokenizer, prompts, few, *args, **options)
 
 
-read_lines = texts._lines
+read_lines = text_files._lines
 
 
 def _first_lines(path: Path) -> Iterator[str]:
@@ -126,7 +126,7 @@ def on_rank(
         patch.setattr("project.figures.style.plot_training", lambda path, *_: path)
         patch.setattr(Saving, "after_step", stop)
         patch.setattr("training.tasks.sequences.continue_all", _begin)
-        patch.setattr(texts, "_lines", _first_lines)
+        patch.setattr(text_files, "_lines", _first_lines)
         if tamper is not None:
             tamper(rank, patch)
         args = parse(line)

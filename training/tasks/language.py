@@ -64,7 +64,8 @@ class LanguageTask(SequenceTask):
         """Stretches of the stream: an end token at the beginning and after every document."""
         parts = chain([None], self.texts.splits[split])
         end = self.tokenizer.convert_tokens_to_ids(END)
-        for some, ids, lengths in tokens_of(groups(parts, TEXTS_AT_ONCE), self.tokenizer):
+        for some in groups(parts, TEXTS_AT_ONCE):
+            ids, lengths = tokens_of(some, self.tokenizer)
             is_end = [part is None for part in some]
             ids = np.insert(ids, np.cumsum(lengths)[is_end], end)
             yield ids, [len(ids)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from training.launch.errors import UserError
 
-from .texts import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
+from .text_files import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
 SIZE = 32  # pixels of an edge
 BUILTIN_SEED = 1234  # the same pictures whatever --seed is, as the built-in text

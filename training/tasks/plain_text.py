@@ -1,7 +1,7 @@
 """Reads plain text beside the pairs of texts.py: what a language model learns (language.py).
 
-    a file, a folder of files   .txt, with <|endoftext|> between documents; or what texts.py reads,
-    a dataset on the hub        with a column `text`
+    .txt       with <|endoftext|> between documents
+    the rest   of what text_files.py reads, with a column `text`
 
 It is read in pieces of documents, with None after each document:
 
@@ -22,18 +22,8 @@ from typing import Any
 from training.launch.errors import UserError, counted
 from training.launch.world import World
 
-from .texts import (
-    Again,
-    Sizes,
-    Source,
-    Texts,
-    find_source,
-    hash_of,
-    pairs_of,
-    refused_if_unreadable,
-    remembered,
-    texts_of,
-)
+from .text_files import Again, Source, find_source, refused_if_unreadable, texts_of
+from .texts import Sizes, Texts, hash_of, pairs_of, remembered
 
 TextPiece = str | None  # of a document, or its end
 

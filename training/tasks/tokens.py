@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -43,11 +41,9 @@ if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
-TextT = TypeVar("TextT", str, "str | None")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
 TEXTS_AT_ONCE = 1024  # pairs, or parts of text, tokenized together: they stay in a core's cache
-AHEAD = 3  # such lists are tokenized ahead of the one that is used
 FOR_BPE = 1 << 20  # texts that a tokenizer learns from
 AT_ONCE = 1 << 20  # examples whose lengths are in memory together
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -136,37 +132,23 @@ def encode(
 ) -> Iterator[tuple[Any, Any]]:
     """The tokens of pairs, some pairs at a time, when asked for: their ids, one after another, and
     the sizes of all sources and targets with their ends, [source, target, source, target, ...]."""
-    texts = ([p[key] for p in some for key in (src, tgt)] for some in groups(pairs, TEXTS_AT_ONCE))
     ends = tokenizer.convert_tokens_to_ids([eos(src), eos(tgt)])
-    for _, ids, lengths in tokens_of(texts, tokenizer):
+    for some in groups(pairs, TEXTS_AT_ONCE):
+        ids, lengths = tokens_of([pair[key] for pair in some for key in (src, tgt)], tokenizer)
         yield np.insert(ids, np.cumsum(lengths), np.resize(ends, len(lengths))), lengths + 1
 
 
-def tokens_of(
-    texts: Iterable[list[TextT]], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[list[TextT], Any, Any]]:
-    """Each list of texts, their token ids in one row, [sum of lengths], and how many tokens each
-    text has, [N]: none if it is None. A text that looks like a special token is text: those are
-    added by us alone. While the ids are used, all cores tokenize the next `AHEAD` lists."""
+def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
+    """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: none
+    if it is None. All cores tokenize. A text that looks like a special token is text: those are
+    added by us alone."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
-
-    def arrays(some: list[TextT]) -> tuple[list[TextT], Any, Any]:
-        found = backend.encode_batch_fast([text or "" for text in some])
-        lengths = np.fromiter(map(len, found), np.int64, len(found))
-        # The ids of a text are a new list, which is gone before the next text's is made.
-        ids = chain.from_iterable(one.ids for one in found)
-        return some, np.fromiter(ids, np.int32, lengths.sum()), lengths
-
-    # Several threads: to tokenize does not hold Python's lock, to make arrays does.
-    with ThreadPoolExecutor(AHEAD) as pool:
-        waiting = deque[Future[tuple[list[TextT], Any, Any]]]()
-        for some in texts:
-            waiting.append(pool.submit(arrays, some))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        for one in waiting:
-            yield one.result()
+    encoded = backend.encode_batch_fast([text or "" for text in texts])
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    # The ids of a text are a new list, which is gone before the next text's is made.
+    ids = chain.from_iterable(one.ids for one in encoded)
+    return np.fromiter(ids, np.int32, lengths.sum()), lengths
 
 
 def ids_of(

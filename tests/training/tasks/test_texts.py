@@ -19,18 +19,11 @@ from datasets import Dataset
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.tasks import plain_text, texts
+from training.tasks import plain_text, text_files
 from training.tasks.pictures import load_pictures
 from training.tasks.plain_text import END, load_texts
-from training.tasks.texts import (
-    BUILTIN_FOLDER,
-    SPLITS,
-    Texts,
-    load_pairs,
-    made_once,
-    rows_of_files,
-    text_lines,
-)
+from training.tasks.text_files import BUILTIN_FOLDER, rows_of_files, text_lines
+from training.tasks.texts import SPLITS, Texts, load_pairs, made_once
 
 ALL = {"train": None, "validation": None, "test": None}
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
@@ -342,7 +335,7 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
 def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """The texts of a start, and how often it has read a text to the end."""
     ends = 0
-    real = texts.rows_of_files, plain_text._pieces_of_file
+    real = text_files.rows_of_files, plain_text._pieces_of_file
 
     def counting(read: Callable[..., Any], *args: Any) -> Any:
         nonlocal ends
@@ -350,7 +343,7 @@ def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[An
         ends += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(texts, "rows_of_files", partial(counting, real[0]))
+        patch.setattr(text_files, "rows_of_files", partial(counting, real[0]))
         patch.setattr(plain_text, "_pieces_of_file", partial(counting, real[1]))
         found = read()
     return found, ends

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from training.tasks.plain_text import pieces
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts, made_once
 from training.tasks.tokens import (
-    AHEAD,
     Encoded,
     Stream,
     Tokens,
@@ -238,7 +236,7 @@ def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path
             assert [i for i in ids if i < 3] == [1, 2] and ids[pair.num_source - 1] == 1
             assert each.decode(ids[: pair.num_source - 1]) == source
             assert each.decode(ids[pair.num_source : -1]) == target
-            ((_, found, _),) = tokens_of([[source, target]], each)
+            found, _ = tokens_of([source, target], each)
             assert [*found] == [i for i in ids if i > 2]
             assert ids_of(["Ja.", source], each, "de")[1] == ids[: pair.num_source]
 
@@ -268,29 +266,9 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     found = list(pieces(text))
     assert [text.index(piece) for piece in found[1:]] == [14, 20, 25, 48, 54, 60]
     assert "".join(found) == text
-    every = tokens_of([found[:2], found[2:]], tokenizer)
-    assert [t for _, ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
-
-
-def test_lists_are_tokenized_in_order_and_a_few_ahead(tokenizer: Any) -> None:
-    """Of more lists than are tokenized ahead: text larger than memory is not read at once."""
-    lists = [[f"Der Hund {n}.", "Ja"][: 1 + n % 2] for n in range(3 * AHEAD)]
-    read: list[int] = []
-
-    def reading() -> Iterator[list[str]]:
-        for number, some in enumerate(lists):
-            read.append(number)
-            yield some
-
-    found: list[tuple[list[int], list[int]]] = []
-    ahead = []
-    for some, ids, lengths in tokens_of(reading(), tokenizer):
-        assert some == lists[len(found)]
-        found.append((ids.tolist(), lengths.tolist()))
-        ahead.append(len(read) - len(found))
-    every = [tokenizer(some)["input_ids"] for some in lists]
-    assert found == [([*chain(*some)], [len(ids) for ids in some]) for some in every]
-    assert ahead == [AHEAD] * 2 * AHEAD + [2, 1, 0]
+    ids, lengths = tokens_of(found, tokenizer)
+    assert ids.tolist() == tokenizer(text)["input_ids"]
+    assert lengths.tolist() == [len(tokenizer(piece)["input_ids"]) for piece in found]
 
 
 # Steps
