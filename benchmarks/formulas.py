@@ -76,7 +76,7 @@ def padded(numel: int, workers: int, alignment: int = 16) -> int:
     the longest, the rest is padding.
 
     Args:
-        alignment: a shard holds a multiple of this many elements. In data_parallel/flat.py they
+        alignment: a shard holds a multiple of this many elements. In data_parallel/shards.py they
             fill a cache line of 64 bytes: 16 in fp32, 32 if 16-bit numbers are gathered.
     """
     return -(-numel // (workers * alignment)) * alignment  # rounded up

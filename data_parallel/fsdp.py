@@ -11,7 +11,9 @@ the shard's gradients and optimizer state. Layers gather their parameters just b
     reduce                                            2          1
 
 While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
-no rank holds more than two layers' parameters whole. Layer 0 is an embedding, whose backward needs
+no rank holds more than two layers' parameters whole. (CPU ranks of one machine read each other's
+memory: there nothing is in transit. A layer's shards are read when it computes, and its gradients
+added up when the layer below has its own.) Layer 0 is an embedding, whose backward needs
 no weights: so (0) is left out.
 
 `zero` says what is sharded: 2 gradients and optimizer state, 3 also the parameters. (The optimizer
@@ -53,9 +55,8 @@ from runtime.recorder import Recorder, acting
 from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
-from .flat import FlatPiece, make_units
 from .gathered_layer import GatheredLayer, LayerGraph, refuse_gradient_hooks
-from .units import ShardedUnit, first_value
+from .shards import FlatSlice, ShardedUnit, first_value, make_units
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
@@ -74,7 +75,7 @@ class FullyShardedDataParallel:
     Args:
         layers: run one after the other. Those on the meta device get their values from `init`,
             others those of rank 0. Parameters then have memory only while their layer computes.
-        make_optimizer: of the trainable shards, one flat tensor per unit (flat.py).
+        make_optimizer: of the trainable shards, one flat tensor per unit (shards.py).
         names: of the parameters, and of buffers on the meta device; by default those of
             ``nn.Sequential(*layers)``.
         init: fills one parameter or buffer, by its name.
@@ -208,18 +209,18 @@ class FullyShardedDataParallel:
             following = _first(next_layer.regathered for next_layer in reversed(below))
             self._gather(k, layer.regathered, following)  # nothing for an embedding lookup
             graph = self._graphs.pop()
-            found: dict[int, list[Tensor | None]] = {}
+            of_units: dict[int, list[Tensor | None]] = {}
             if graph is not None and graph.checkpointed:
                 with self._record("R", k):
                     layer.recompute(graph)  # needs all units, and such a layer regathers all
             if graph is not None:
                 with self._record("B", k):
-                    gradients, found = layer.backward(graph, gradients)
+                    gradients, of_units = layer.backward(graph, gradients)
             del graph  # lets go of the layer's input and output
             # not only what was gathered here: forward has kept the last layer's units
             _free(layer.units, following)
             with self._record("reduce_scatter", k):
-                self._start_reduce(k, found)  # first waits for the sums of the layer above
+                self._start_reduce(k, of_units)  # first waits for the sums of the layer above
         self._free_graphs()
         self._microbatch += 1
 
@@ -289,16 +290,16 @@ class FullyShardedDataParallel:
 
     # What this rank holds
 
-    def get_local_info(self, layer: int) -> list[FlatPiece]:
-        """This rank's part of each of the layer's parameters, with its values."""
+    def get_local_info(self, layer: int) -> list[FlatSlice]:
+        """What this rank holds of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
-        return [piece for u in units for piece in u.unit.pieces(self.rank, u.shard.data)]
+        return [held for u in units for held in u.unit.slices(self.rank, u.shard.data)]
 
-    def get_local_grad_shard(self, layer: int) -> list[FlatPiece]:
+    def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
         self.finish_gradients()
-        found = [(u.unit, u.shard.grad) for u in self.layers[layer].units]
-        return [x for unit, g in found if g is not None for x in unit.pieces(self.rank, g)]
+        shards = [(u.unit, u.shard.grad) for u in self.layers[layer].units]
+        return [x for unit, g in shards if g is not None for x in unit.slices(self.rank, g)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, valid until the next forward. All ranks must
@@ -355,15 +356,15 @@ class FullyShardedDataParallel:
         of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
 
-    def _start_reduce(self, layer: int, found: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Starts to sum a layer's gradients over the ranks: `found`, by unit; a rank without
-        examples has none, and adds zeros."""
+    def _start_reduce(self, layer: int, gradients: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Starts to sum a layer's gradients over the ranks, by unit; a rank without examples has
+        none, and adds zeros."""
         units = [u for u in self._trained if layer in u.unit.layers]
         if not units:
             return
         if self._reducing is not None:
             self._reducing()  # one at a time, since the next one uses its memory
-        sums = [u.reduction(found.get(u.unit.index)) for u in units]
+        sums = [u.sum_of(gradients.get(u.unit.index)) for u in units]
         self._reducing = self.buffers.start_sums(sums)
 
     def _cast(self, x: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ from torch.utils import _pytree as pytree
 from runtime.graph import Graph, versions
 from runtime.guards import Guard, refuse_shared_memory, written_by_torch
 
-from .flat import Place
-from .units import ShardedUnit
+from .shards import Place, ShardedUnit
 
 
 class _Note(NamedTuple):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from runtime.communicator import Communicator
 
-from .flat import Unit
+from .shards import Unit
 
 BYTES_AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
 
@@ -87,7 +87,7 @@ class ShardedOptimizer:
             flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0][1].device)  # [numel]
             for (_, p), view in zip(group, unit.views(flat), strict=True):
                 p.data = view.copy_(p.detach())
-            shard = nn.Parameter(flat[unit.part(ranks.rank)])
+            shard = nn.Parameter(flat[unit.shard_slice(ranks.rank)])
             self._parts.append(_Part(unit, [p for _, p in group], flat, shard))
         self.shards = {key: part.shard for key, part in zip(named, self._parts, strict=True)}
         self.optimizer = make_optimizer(list(self.shards.values()))

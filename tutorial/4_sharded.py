@@ -16,7 +16,7 @@ gradient a rank updates its part of the parameter: AdamW works element by elemen
 Left out: parameters that W does not divide (they would be padded), and gathering the next layer
 while one computes.
 
-It grows into data_parallel/fsdp.py (the step), data_parallel/flat.py (shards: all parameters of
+It grows into data_parallel/fsdp.py (the step), data_parallel/shards.py (shards: all parameters of
 a layer in one row) and runtime/buffers.py (the two collectives).
 """
 

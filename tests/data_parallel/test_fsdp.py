@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_parallel.flat import Unit
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.shards import Unit
 from tests.data_parallel.sharded_models import (
     DTYPE,
     HALVES,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel import units
+from data_parallel import shards
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime import buffers
 from tests.data_parallel.sharded_models import HALVES, batch, loss_of, one_process, sharded, whole
@@ -45,7 +45,7 @@ def _steps(
         "updates": (fsdp.optimizer, "step"),
         "reads": (fsdp.buffers.memory, "read"),
         "sums": (buffers, "sum_into"),
-        "fills": (units, "_lay_out"),
+        "fills": (shards, "_fill_whole"),
     }[where]
     slow, outputs = _slow(getattr(place, name)), []
     with patch.object(place, name, slow) if rank == slow_rank else nullcontext():

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks import formulas as cost
 from benchmarks import mathematics_measured as measured
 from benchmarks.formulas import FP32
-from data_parallel.flat import Unit
+from data_parallel.shards import Unit
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from tests.plain_gpt2 import build_model

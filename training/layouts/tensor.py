@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_parallel.flat import Unit
 from data_parallel.gradients import copy_back
+from data_parallel.shards import Unit
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.recorder import Recorder
@@ -200,8 +200,8 @@ class MeshLayout(LaidOutModel):
     ) -> list[Held]:
         """The rectangles of whole parameters in this rank's flat shard of a unit. A shard of gaps
         alone has an empty one, so that every shard has a record."""
-        flat = unit.pieces(self.dp_rank, shard.detach())
-        held = self.cut_task.cut(x for piece in flat for x in rectangles_of(*piece))
+        flat = unit.slices(self.dp_rank, shard.detach())
+        held = self.cut_task.cut(x for values in flat for x in rectangles_of(*values))
         if not held:
             name, shape, *_ = unit.entries[0]
             empty = shard.detach()[:0].view(0, *shape[1:])

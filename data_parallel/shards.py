@@ -1,0 +1,299 @@
+"""The parameters of a list of layers in flat units, and the shard that each rank holds of each.
+
+Problem: cutting each parameter by itself would take a collective per parameter, and rows do not
+divide evenly.
+
+Idea: the parameters of a layer are put end to end into one flat unit, and the unit is cut into W
+equal shards, anywhere. One collective then moves a whole layer:
+
+    unit      [ ln_1.weight | ln_1.bias | attn.weight ............ | attn.bias | gap ]
+    shards    [       rank 0        |       rank 1       |       rank 2              ]
+
+Parameters shared by several layers (GPT-2's tied embedding: first and last) form a unit of their
+own, gathered for each of those layers. So do frozen parameters, and each dtype.
+
+`Unit` says where everything lies, `ShardedUnit` holds this rank's part: its first values, the whole
+parameters while they are gathered, the gradients. fsdp.py decides when to gather and to sum,
+runtime/buffers.py how.
+
+Cost: every parameter and every shard starts on a cache line: at most 64 bytes of zeros each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.buffers import Buffers, Sum
+from runtime.meta import Initialize, filled
+from runtime.shared_memory import ALIGNMENT, Wait
+
+
+class Entry(NamedTuple):
+    """A parameter's place in its unit: elements start ... stop."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+class FlatSlice(NamedTuple):
+    """What a rank holds of one parameter: elements offset ... offset + len(tensor) of the flattened
+    parameter. The tensor is a view, so writing to it changes the shard."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    offset: int
+    tensor: Tensor
+
+
+class Unit:
+    """Some parameters of one type, end to end, to be cut into `world_size` equal shards.
+
+    Attributes:
+        layers: the layers that use it, in order.
+        dtype: of the trained parameters and of their gradients.
+        compute_dtype: of the gathered parameters, as the layers see them.
+        numel, shard_numel: elements of the whole unit and of a shard, gaps included.
+        gaps: padding between and after the parameters, if any. Must stay zero.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: tuple[int, ...],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        world_size: int,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.index = index
+        self.layers = layers
+        first = parameters[0][1]
+        self.dtype, self.trainable = first.dtype, first.requires_grad
+        # integers and complex numbers stay what they are
+        self.compute_dtype = (self.dtype.is_floating_point and compute_dtype) or self.dtype
+        # elements: a cache line of the narrower type, so whole lines of the wider one too
+        step = ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize)
+        self.entries: list[Entry] = []
+        self.gaps: list[slice] = []
+        end = 0  # of the last parameter, its gap included
+        for name, p in parameters:
+            used = end + p.numel()
+            self.entries.append(Entry(name, p.shape, end, used))
+            end = -(-used // step) * step
+            self.gaps.append(slice(used, end))
+        self.shard_numel = -(-end // (world_size * step)) * step  # starts on a cache line
+        self.numel = world_size * self.shard_numel
+        self.gaps.append(slice(end, self.numel))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole gathered unit."""
+        return self.numel * self.compute_dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Of the gradients of the whole unit."""
+        return self.numel * self.dtype.itemsize
+
+    def shard_slice(self, rank: int) -> slice:
+        """Where a rank's shard lies in the unit."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters, or their gradients, as views of the whole unit `flat`."""
+        return [flat[e.start : e.stop].view(e.shape) for e in self.entries]
+
+    def slices(self, rank: int, shard: Tensor) -> list[FlatSlice]:
+        """What a rank's shard holds of each parameter; parameters outside it are left out."""
+        whole, slices = self.shard_slice(rank), []
+        for e in self.entries:
+            start, stop = max(whole.start, e.start), min(whole.stop, e.stop)  # in the unit
+            if start < stop:
+                values = shard[start - whole.start : stop - whole.start]
+                slices.append(FlatSlice(e.name, e.shape, start - e.start, values))
+        return slices
+
+
+class Place(NamedTuple):
+    """Where a layer keeps a parameter: an attribute of a module, and the entry of a unit."""
+
+    module: nn.Module
+    attribute: str
+    unit: int
+    entry: int
+
+
+def make_units(
+    layers: Sequence[nn.Module],
+    names: Mapping[Tensor, str],
+    world_size: int,
+    compute_dtype: torch.dtype | None,
+    kind: Callable[[str], Hashable],
+) -> tuple[list[Unit], list[list[nn.Parameter]], list[list[Place]]]:
+    """The units of the layers, in the order of their first use; their parameters, by unit and
+    entry; and each layer's places.
+
+    Args:
+        kind: of a name; parameters of different kinds go into different units.
+    """
+    uses = [  # a tied parameter comes once for each module that has it
+        (p, layer, module, key)
+        for layer, whole in enumerate(layers)
+        for module in whole.modules()
+        for key, p in module._parameters.items()
+        if p is not None
+    ]
+    users: dict[nn.Parameter, dict[int, None]] = {}  # inner: an ordered set of layers
+    for p, layer, _, _ in uses:
+        users.setdefault(p, {})[layer] = None
+    groups: dict[object, list[nn.Parameter]] = {}  # one per unit
+    for p, used_by in users.items():
+        alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))  # share a unit
+        groups.setdefault(alike, []).append(p)
+    parameters = list(groups.values())
+    units, indices = [], {}  # indices: by parameter, of its unit and entry
+    for index, group in enumerate(parameters):
+        named = [(names[p], p) for p in group]
+        units.append(Unit(index, tuple(users[group[0]]), named, world_size, compute_dtype))
+        indices.update({p: (index, i) for i, p in enumerate(group)})
+    places: list[list[Place]] = [[] for _ in layers]  # by layer
+    for p, layer, module, key in uses:
+        places[layer].append(Place(module, key, *indices[p]))
+    return units, parameters, places
+
+
+class ShardedUnit:
+    """A unit, this rank's shard of it, and the shard's gradient.
+
+    Attributes:
+        whole: the flat unit, while it is gathered or arriving.
+        shard: flat; trained by the optimizer. Its grad is the sum over all ranks and all backwards
+            since the last update, once fsdp.py has waited for it.
+        published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
+            is the same.
+        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent.
+        empty: by entry, parameters without memory: what modules hold between the passes.
+        gradient: memory for the shard's grad, from the first backward on.
+    """
+
+    def __init__(self, unit: Unit, buffers: Buffers, zero: int) -> None:
+        self.unit, self.buffers = unit, buffers
+        self.whole: Tensor | None = None
+        self.empty: list[nn.Parameter] = []
+        numel = unit.shard_numel if zero == 3 else unit.numel
+        storage = buffers.keep(numel, unit.compute_dtype)
+        self.kept = storage if zero == 2 else None
+        self.published = storage if zero == 3 else storage[unit.shard_slice(buffers.rank)]
+        shard = self.published
+        self.casts = unit.compute_dtype != unit.dtype
+        if self.casts:
+            shard = torch.zeros_like(shard, dtype=unit.dtype)  # private; see `publish`
+        self.shard = nn.Parameter(shard, unit.trainable)
+        self.nbytes = storage.nbytes + (shard.nbytes if self.casts else 0)  # held permanently
+        self.gradient: Tensor | None = None
+        self._lent: Tensor | None = None  # the memory of `whole`
+        self._arrived: Wait | None = None  # of a gather that has started and is not finished
+
+    @torch.no_grad()
+    def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
+        """Fills the shard, of which one parameter at a time is whole: one on the meta device by
+        `init`, another by rank 0's values. `empty` then replaces them."""
+        slices = {s.name: s for s in self.unit.slices(self.buffers.rank, self.shard.data)}
+        for entry, parameter in zip(self.unit.entries, parameters, strict=True):
+            if parameter.is_meta and entry.name not in slices:
+                continue  # none of it is here
+            whole = first_value(parameter, entry.name, self.buffers, init)
+            if entry.name in slices:
+                _, _, begin, values = slices[entry.name]
+                values.copy_(whole.flatten()[begin : begin + len(values)])
+        self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Views of the gathered unit: new leaves each time, so that each graph has its own."""
+        assert self.whole is not None and not self.arriving, "the parameters are not gathered"
+        return [nn.Parameter(view, self.unit.trainable) for view in self.unit.views(self.whole)]
+
+    def publish(self) -> None:
+        """Call after the shard has changed: others gather the new values, and so does this rank."""
+        self.free()
+        self.whole = None  # zero 2: gathered again, into the same memory
+        if self.casts:
+            self.published.copy_(self.shard.data)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather has started and is not finished."""
+        return self._arrived is not None
+
+    def start_gather(self) -> None:
+        """Does nothing if it is gathered or arriving."""
+        if self.whole is None:
+            self.whole = self.kept
+            if self.whole is None:
+                self._lent = self.buffers.scratch.take(self.unit.nbytes)
+                self.whole = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
+            self._arrived = self.buffers.start_gather(self.published, self.whole)
+
+    def finish_gather(self) -> None:
+        """Waits for a gather that was started."""
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
+
+    def free(self) -> None:
+        """Gives lent memory back; zero 2 keeps its own."""
+        if self._lent is not None:
+            self.finish_gather()  # it writes there
+            self.buffers.scratch.give(self._lent)
+            self._lent = self.whole = None
+
+    def sum_of(self, gradients: Sequence[Tensor | None] | None) -> Sum:
+        """The sum over the ranks to be started next, of this rank's gradients by entry; None counts
+        as zero. It becomes the shard's grad, or is added to that."""
+        lent = self.buffers.terms.take(self.unit.gradient_nbytes)  # goes back when it is summed
+        whole = lent[: self.unit.gradient_nbytes].view(self.unit.dtype)
+        _fill_whole(self.unit, whole, gradients)
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.shard)
+        accumulate = self.shard.grad is not None
+        self.shard.grad = self.gradient
+        return Sum(whole, self.gradient, accumulate, lent)
+
+    def position_of(self, tensor: Tensor) -> int | None:
+        """The element of the gathered unit at which the tensor starts; None outside it."""
+        if self.whole is None:
+            return None
+        distance = tensor.data_ptr() - self.whole.data_ptr()  # bytes
+        return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
+
+
+def first_value(tensor: Tensor, name: str, buffers: Buffers, init: Initialize | None) -> Tensor:
+    """The value of a parameter or buffer with which training begins: on the meta device what `init`
+    writes, otherwise rank 0's, for which all ranks must call this together."""
+    if tensor.is_meta:
+        return filled(tensor, name, buffers.device, init)
+    value = tensor.detach().to(buffers.device).contiguous()
+    in_bytes = value.flatten().view(torch.uint8)  # gloo does not send every dtype
+    dist.broadcast(in_bytes, group=buffers.group, group_src=0)
+    return value
+
+
+def _fill_whole(unit: Unit, whole: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
+    """Writes gradients end to end into `whole`; missing ones and gaps become zero."""
+    if gradients is None:
+        whole.zero_()
+        return
+    pairs = list(zip(unit.views(whole), gradients, strict=True))
+    zeros = [view for view, gradient in pairs if gradient is None]
+    zeros += [whole[gap] for gap in unit.gaps if gap.start < gap.stop]
+    copies = [(view, gradient) for view, gradient in pairs if gradient is not None]
+    if zeros:  # all in one call: on a GPU, one kernel
+        torch._foreach_zero_(zeros)
+    if copies:
+        torch._foreach_copy_([view for view, _ in copies], [gradient for _, gradient in copies])
