@@ -21,6 +21,7 @@ from typing import Any
 
 from training.launch.errors import UserError, counted
 from training.launch.world import World
+from training.progress import moving
 
 from .text_files import Again, Source, find_source, refused_if_unreadable, texts_of
 from .texts import Sizes, Texts, hash_of, pairs_of, remembered
@@ -63,7 +64,8 @@ def _examine(source: Source) -> dict[str, Any]:
     """The pieces of each split, their hash, and notes for the user."""
     sizes, hashes, notes = {}, {}, []
     for split in ("train", "validation"):
-        if size := sum(1 for _ in _pieces_of(source, split)):
+        every = moving(_pieces_of(source, split), f"Reading {split}", None, "piece")
+        if size := sum(1 for _ in every):
             sizes[split], hashes[split] = size, hash_of(_pieces_of(source, split))
         rows = () if source.files else texts_of(source, split, ("text",))
         if blank := sum(not row["text"].strip() for row in rows):

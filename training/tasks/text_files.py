@@ -41,8 +41,7 @@ NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
 SPLIT_OF = {"valid": "validation", "val": "validation", "dev": "validation"}
 SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![^.-])", re.IGNORECASE)
 NO_DATA = re.compile(  # names of files about the data, and of hidden ones
-    r"\.|(readme|licen[cs]e|copying|notice|authors|credits|citation|changelog|changes)(?![^._-])",
-    re.IGNORECASE,
+    r"\.|(readme|licen[cs]e|copying|notice|authors|citation|changelog)(?![^._-])", re.IGNORECASE
 )
 MOST_NAMES = 3  # names of files in a line
 TEXT = ".txt"  # the ending of plain text
@@ -177,15 +176,15 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
         return groups
     if not kinds:
         raise UserError(
-            f"--dataset {dataset}: no train.{src} with train.{tgt} there, nor text in any of "
-            f"{' '.join(ENDINGS)}"
+            f"--dataset {dataset}: it has neither train.{src} and train.{tgt}, nor a file that "
+            f"ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
         )
     if len(kinds) > 1:
         names = " and ".join(str(files[0].relative_to(path)) for files in kinds.values())
         first = shlex.quote(str(next(iter(kinds.values()))[0]))
         raise UserError(
-            f"--dataset {dataset}: it has files of {len(kinds)} kinds, as {names}, and one kind "
-            f"must hold all text; --dataset {first} takes that file alone"
+            f"--dataset {dataset}: it has files of {len(kinds)} kinds, as {names}, and text is "
+            f"read from one kind; --dataset {first} takes that file alone"
         )
     for file in chain(*kinds.values()):
         groups.setdefault(split_of(*file.relative_to(path).parts), []).append((file,))
@@ -319,13 +318,13 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
                 raise ValueError(f"line {number}: {error}") from None
 
 
-def _table_rows(file: Iterable[bytes]) -> Iterator[dict[str, str]]:
-    """Rows by the names in the first line, which tells commas, semicolons and tabs apart. A cell
-    may be in quotes, with line ends in it; but a tab ends a cell, whatever stands in it."""
+def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, str]]:
+    """Rows by the names in the first line, which shows the separator. A cell may be in quotes, with
+    line ends in it; but a tab ends a cell, whatever stands in it."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a book
     lines = text_lines(file)
     first = next(lines, "")
-    separator = max(",;\t", key=first.count)
+    separator = max(separators, key=first.count)
     columns = [name.strip(' "') for name in first.split(separator)]
     reader = csv.reader(
         (f"{line}\n" for line in lines), strict=True, skipinitialspace=True, delimiter=separator
@@ -351,7 +350,7 @@ def _parquet_rows(file: BinaryIO) -> Iterator[Any]:
 
 
 READERS: dict[str, Callable[[Any], Iterator[Any]]] = {  # by a file's ending
-    ".jsonl": _json_lines, ".json": _json_rows, ".csv": _table_rows, ".tsv": _table_rows,
-    ".parquet": _parquet_rows,
+    ".jsonl": _json_lines, ".json": _json_rows, ".parquet": _parquet_rows,
+    ".csv": partial(_table_rows, ",;\t"), ".tsv": partial(_table_rows, "\t"),
 }  # fmt: skip
 ENDINGS = (TEXT, *READERS)

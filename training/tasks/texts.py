@@ -30,6 +30,7 @@ from typing import Any
 from training.files import json_text, writing
 from training.launch.errors import UserError, counted
 from training.launch.world import World
+from training.progress import moving
 
 from .text_files import Again, Pair, Source, find_source, texts_of
 
@@ -125,7 +126,8 @@ def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> di
     pairs; and notes for the user."""
     ranges, notes = {}, []
     for split in [split for split in SPLITS if split in source.rows]:
-        usable = Counter(all(pair.values()) for pair in _pairs(source, split, keys))
+        pairs = moving(_pairs(source, split, keys), f"Reading {split}", None, "pair")
+        usable = Counter(all(pair.values()) for pair in pairs)
         ranges[split] = (split, 0, usable[True])
         if usable[False]:
             empty = counted(usable[False], "row")
@@ -141,8 +143,8 @@ def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> di
     for split, most in sizes.items():
         of, first, size = ranges[split]
         if most is not None and size < most:
-            pairs = counted(size, "pair")
-            notes.append(f"{split}: all {pairs}; --n_{split} {most:,} asks for more.")
+            there = counted(size, "pair")
+            notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
         ranges[split] = (of, first, min(size, size if most is None else most))
     ranges = {split: ranges[split] for split in SPLITS}
     _check_sizes(source, ranges, dp)
@@ -154,7 +156,7 @@ def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> di
         done[of] = first + size
         if split == "test":
             some = test = list(some)
-        hashes[split] = hash_of(some)
+        hashes[split] = hash_of(moving(some, f"Reading {split} again", size, "pair"))
     return {"ranges": ranges, "hashes": hashes, "test": test, "notes": notes}
 
 

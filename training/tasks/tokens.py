@@ -5,8 +5,9 @@ A pair is one sequence, and the loss counts only its second half:
     ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, shifted by one
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
-All texts become ids once, before training, while they are read, on all cores. The ids of a split
-are in one file, one after another; the bounds of sources and targets are in another:
+All texts become ids once, before training, while they are read, on the cores of the rank that
+reads. The ids of a split are in one file, one after another; the bounds of sources and targets are
+in another:
 
     train.ids       w1 w2 w3 <eos_de> v1 v2 <eos_en> ...         2 bytes each; 4 of more than 65,536
     train.bounds    0 4 7 ...                                    8 bytes each
@@ -140,7 +141,7 @@ def encode(
 
 def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
     """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: none
-    if it is None. All cores tokenize. A text that looks like a special token is text: those are
+    if it is None. A text that looks like a special token is text: those are
     added by us alone."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are

@@ -194,6 +194,8 @@ def test_a_quote_is_a_letter_in_tsv(tmp_path: Path) -> None:
     path = tmp_path / "pairs.tsv"
     path.write_bytes(table("{x}\t{y}\n", "de\ten\n")(rows))
     assert rows_of(path) == pairs(rows)
+    path.write_text('text\n"one, two\n')
+    assert rows_of(path) == [{"text": '"one, two'}]
 
 
 def test_a_cell_in_quotes_may_have_lines_commas_and_quotes(tmp_path: Path) -> None:
@@ -495,8 +497,8 @@ ALONE = [
     ("a.txt", "vierfünf", NOT_UTF8),
     ("a.txt", " ", "--dataset {}: it has no text to learn"),
     ("a.parquet", "PAR", UNREADABLE + "ArrowInvalid"),
-    ("a.pdf", "no text", "--dataset {}: no train.de with train.en there, nor "
-     "text in any of .txt .jsonl "),
+    ("a.pdf", "no text", "--dataset {}: it has neither train.de and train.en, nor a "
+     "file that ends in .txt, .jsonl"),
 ]  # fmt: skip
 
 
@@ -524,8 +526,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said
             "it has train.es and train.it, and no train.de or train.en; --src es --tgt it works",
         ),
         ("train.de", "it has train.de, and no train.en; line i of train.de must translate line i "),
-        ("a.jsonl b.txt", "it has files of 2 kinds, as a.jsonl and b.txt, and one kind must hold "),
-        (".hidden/a.txt LICENSE.txt", "no train.de with train.en there, nor text in any of .txt "),
+        ("a.jsonl b.txt", "it has files of 2 kinds, as a.jsonl and b.txt, and text is read from "),
+        (".hidden/a.txt LICENSE.txt", "it has neither train.de and train.en, nor a file that "),
     ],
 )
 def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
