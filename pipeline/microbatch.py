@@ -2,8 +2,8 @@
 
 A value in the pipeline is a tensor, or tuples, lists and dicts of tensors and anything else. Every
 tensor has the batch as its first dimension and is cut along it. Other values (a flag, None) and
-tensors without dimensions go to every micro-batch unchanged. Of the outputs, tensors are
-concatenated and flags must agree. A number per micro-batch is refused.
+tensors without dimensions go to every micro-batch unchanged. Outputs are concatenated: tensors with
+the batch as first dimension, or None.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def cut_batch(
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Tensors concatenated along the batch; other values, equal in all micro-batches, unchanged.
+    """Tensors concatenated along the batch, or None.
 
     Raises ValueError if the micro-batches cannot be joined to one value of the batch.
     """
@@ -108,12 +108,8 @@ def _joined(column: Sequence[Any]) -> Any:
     """Join one leaf of all micro-batches."""
     if all(_is_batched(leaf) for leaf in column):
         return torch.cat(list(column))  # [b_0, ...], [b_1, ...] -> [B, ...]
-    first = column[0]
-    # a number, such as a loss, is of its micro-batch, even if all are equal; a flag is no number
-    is_number = isinstance(first, Tensor | int | float | complex) and not isinstance(first, bool)
-    # flags and None are single objects; equal texts may be two
-    if not is_number and all(x is first or (isinstance(x, str) and x == first) for x in column):
-        return first
+    if all(leaf is None for leaf in column):
+        return None
     raise ValueError(_NOT_JOINED.format(", ".join(type(leaf).__name__ for leaf in column)))
 
 

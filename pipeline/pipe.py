@@ -45,12 +45,13 @@ from runtime.recorder import Recorder
 from . import microbatch
 from .autograd import pipelined
 from .delivery import deliver, hooks_held
-from .executor import Channel, Dataflow, Losses, LossFunction, channels
+from .executor import Channel, Dataflow, LossFunction, channels
 from .partition import _split_module, containers
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
+from .step import losses_of, new_dataflow, new_stages
 from .streams import Copier, CopyingChannel
 from .worker import Crew, Queue
 
@@ -232,7 +233,7 @@ class Pipe(nn.Module):
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
-        jobs = {s: partial(flow.run, mine) for s, mine in sorted(by_worker.items())}
+        jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
         return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def _run_backwards(
@@ -272,23 +273,19 @@ class Pipe(nn.Module):
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([("the Pipe", self)])
         with self._call(len(inputs)) as stages:
-            losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
-            stages[-1].tail = losses.of
+            losses, n = losses_of(stages[-1], loss_fn, targets, scale), len(stages)
             first = 0 if any(wanted) else 1  # the first stage that hands on its input's gradient
-            up: dict[int, Any] = {**self._up(range(n)), n: losses}
-            down: dict[int, Any] = {**self._down(range(first, n)), n: losses}
-            for i, value in enumerate(inputs):
-                up[0].put(i, value)  # all at once: the channel holds them
+            up, down = self._up(range(n)), self._down(range(first, n))
+            flow = new_dataflow(stages, inputs, losses, up, down, n, self.recorder)
             _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
-            flow = Dataflow(stages, up, down, self.recorder)
             with torch.enable_grad():
                 self.peak_alive, sums = self._run_backwards(stages, flow, by_clock)
                 loss = losses.total()
-            for gradients in sums:
-                deliver(gradients)
+            for of_stage in sums:
+                deliver(of_stage)
             if any(wanted):  # on into the caller's graph
-                found = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
-                pairs = [(x, dx) for x, dx in zip(leaves, found, strict=True) if dx is not None]
+                gradients = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
+                pairs = [(x, dx) for x, dx in zip(leaves, gradients, strict=True) if dx is not None]
                 torch.autograd.backward([x for x, _ in pairs], [dx.to(x.device) for x, dx in pairs])
             return loss
 
@@ -312,17 +309,12 @@ class Pipe(nn.Module):
             yield self._new_stages(num_microbatches)
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
-        refuse_hooks(self._uncalled)
         with torch.no_grad():  # copies of tied parameters, after an optimizer step
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
+        parts = [cast(nn.Sequential, part) for part in self.partitions]
         seed = StepSeed()  # one for all stages
-        stages, layers = [], 0  # layers: those of the stages before
-        for j, device in enumerate(self.devices):
-            partition = cast(nn.Sequential, self.partitions[j])
-            draws = OfThread(device, seed)
-            stages.append(
-                Stage(j, partition, device, draws, layers, self.recompute, num_microbatches)
-            )
-            layers += len(partition)
-        return stages
+        return new_stages(
+            parts, dict(enumerate(self.devices)), lambda device: OfThread(device, seed),
+            self._uncalled, recompute=self.recompute, num_microbatches=num_microbatches,
+        )  # fmt: skip

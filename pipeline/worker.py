@@ -16,8 +16,8 @@ too, with their traceback, and the worker continues.
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
 a task that fails wakes those that wait for it (executor.py), and a call collects the answer of
-every task. If it is interrupted, or a worker is gone, it calls ``stop``, and the next call starts
-new workers.
+every task. If it is interrupted, or a worker is gone, it calls ``stop`` and ends the crew: whoever
+goes on makes a new Pipe.
 """
 
 from __future__ import annotations
@@ -187,9 +187,6 @@ class Crew:
         self.devices = list(devices)
         self.closed = False
         self._calls = threading.RLock()  # held by the thread whose call is running
-        self._start()
-
-    def _start(self) -> None:
         self.in_queues, self.out_queues = create_workers(self.devices)
         queues = list(dict.fromkeys(self.in_queues))  # each once
         self.threads = [queue.thread for queue in queues]
@@ -212,9 +209,9 @@ class Crew:
         context = Context()
         with self.alone():
             if self.closed:
-                raise RuntimeError("the Pipe is closed: make a new one")
-            if not self._end.alive:  # the last call was interrupted
-                self._start()
+                raise RuntimeError(
+                    "the Pipe is closed, by close() or since a call was interrupted: make a new one"
+                )
             try:
                 for s, job in jobs.items():  # all start before the first answer is awaited
                     self.in_queues[s].put(Task(job, context))
@@ -222,7 +219,7 @@ class Crew:
                 answers = [self._answer(s) for s in jobs]
             except BaseException:  # Ctrl-C here, or a worker is gone
                 stop()  # wakes workers that wait for each other
-                self._end()  # uncollected answers may still come: the next call has new workers
+                self.close()  # answers that nobody collects may still come
                 raise
         failures = [payload[1] for ok, payload in answers if not ok]
         if failures:
@@ -239,7 +236,7 @@ class Crew:
                 answer: tuple[bool, Any] = self.out_queues[s].get(timeout=1.0)
                 if answer != (False, None):  # not a worker's last words
                     return answer
-        raise RuntimeError("a None in its queue ended a worker; the next call starts new workers")
+        raise RuntimeError("a None in its queue ended a worker, and with it the Pipe is closed")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -44,12 +44,13 @@ from torch import Tensor, nn
 
 from pipeline import microbatch
 from pipeline.delivery import deliver, hooks_held
-from pipeline.executor import Channel, Dataflow, Losses, LossFunction, channels
+from pipeline.executor import Channel, Losses, LossFunction, channels
 from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
-from runtime.guards import refuse_gradient, refuse_hooks
+from pipeline.step import losses_of, new_dataflow, new_stages
+from runtime.guards import refuse_gradient
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess, StepSeed
 from runtime.recompute import NEVER
@@ -166,34 +167,33 @@ class ProcessPipe:
             inputs, targets = microbatch.cut_batch(x, target, sizes)
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
-            mine = self.named_parameters()
-            tied = {name: mine[name] for name in self._tied if name in mine}
+            parameters = self.named_parameters()
+            tied = {name: parameters[name] for name in self._tied if name in parameters}
             # During the last backward a stage delivers layer by layer, so that data-parallel
             # buckets can leave before it ends. Not parameters with parts on other stages, nor those
             # with hooks, which `hooks_held` silences.
-            held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
+            hooked = (p for p in parameters.values() if p._backward_hooks)
+            held_back = {*tied.values(), *hooked}
             stages = self._stages(
                 recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver,
                 held_back=held_back,
             )  # fmt: skip
             end: Losses | Channel = Channel()
             if self._is_last:  # nobody else needs the targets
-                end = losses = Losses(loss_fn, targets, scale, stages[-1].memory)
-                stages[-1].tail = losses.of
-            with hooks_held(list(mine.values())):
+                end = losses = losses_of(stages[-1], loss_fn, targets, scale)
+            with hooks_held(list(parameters.values())):
                 self._run(stages, inputs, lists, end)
             total: Tensor | None = None
             if self._is_last:
                 total = losses.total().to(device_of_float64(self.device)).double()
             loss = self._neighbours.from_last(total)  # waits until the last stage has the loss
-            # what is left; of tied parameters, by name and stage
             left = {stage.index: stage.take_gradients() for stage in stages}
-            parts = {
-                name: {s: found.pop(p).to_dense() for s, found in left.items() if p in found}
+            parts = {  # of tied parameters, by name and stage
+                name: {s: sums.pop(p).to_dense() for s, sums in left.items() if p in sums}
                 for name, p in tied.items()
             }
-            sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
-            for gradients in (*left.values(), sums):
+            of_tied = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
+            for gradients in (*left.values(), of_tied):
                 deliver(gradients)
             return loss
 
@@ -239,8 +239,8 @@ class ProcessPipe:
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank owns. Over all ranks: each of the model's once, so that
         norms and checkpoints count it once. Of those with a copy on several, the first rank's."""
-        mine = self.named_parameters()
-        return {name: p for name, p in mine.items() if self._users[name][0] == self.rank}
+        parameters = self.named_parameters()
+        return {name: p for name, p in parameters.items() if self._users[name][0] == self.rank}
 
     def users(self, name: str) -> list[int]:
         """The ranks that hold a parameter: several if it is tied."""
@@ -262,40 +262,34 @@ class ProcessPipe:
             raise
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
-        """This rank's stages, for one step; ``how``: the other arguments of `Stage`."""
-        refuse_hooks(self._uncalled)
+        """This rank's stages, for one step; ``how``: other arguments of `Stage`."""
         # drawn even if no layer draws, so that all ranks draw equally often
-        draws = OfProcess(self.device, StepSeed().get())
-        stages, first_layer = [], 0
-        for s, part in enumerate(self._parts):
-            if s in self._own:
-                module = part if beside is None else nn.Sequential(_With(part, beside))
-                stage = Stage(s, module, self.device, draws, first_layer, **how)
-                stages.append(stage)
-            first_layer += len(part)  # other ranks' layers count, too
-        return stages
+        seed = StepSeed().get()
+        parts = self._parts
+        if beside is not None:
+            parts = [nn.Sequential(_With(part, beside)) for part in parts]
+        return new_stages(
+            parts, dict.fromkeys(self._own, self.device), lambda on: OfProcess(on, seed),
+            self._uncalled, **how,
+        )  # fmt: skip
 
     def _run(
         self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Losses | Channel
     ) -> None:
         """This rank's list. ``end``: what the last stage hands its results to."""
-        n = len(self.ranks)
-        here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
-        # within this rank; to others
-        up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up, n: end}
-        down: dict[int, Any] = {**channels(here), **self._neighbours.down, n: end}
-        flow = Dataflow(stages, up, down, self.recorder)
-        for i, value in enumerate(inputs):
-            up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
+        inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
+        up = {**channels([0, *inside]), **self._neighbours.up}  # without stage 0 nobody takes 0
+        down = {**channels(inside), **self._neighbours.down}
+        flow = new_dataflow(stages, inputs, end, up, down, len(self.ranks), self.recorder)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             flow.run(lists[self.rank])  # on the calling thread; layers seed their draws
 
 
 class _With(nn.Module):
-    """Layers, with ``beside`` as fields of their input, a NamedTuple."""
+    """A stage's layers as one, with ``beside`` as fields of its input, a NamedTuple."""
 
-    def __init__(self, layers: nn.Module, beside: Mapping[str, Any]) -> None:
+    def __init__(self, layers: nn.Sequential, beside: Mapping[str, Any]) -> None:
         super().__init__()
         self.layers, self.beside = layers, beside
 
