@@ -143,21 +143,12 @@ def find_resume(args: Options) -> Resume:
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
     notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
     if done >= given * (1 if option == "num_batches" else per_epoch):
-        notes.append(_nothing_left(args, done))
+        then = f"--{option} {given + 1} trains on"
+        if args.lr_scheduler != "constant":  # which would be refused
+            then = "A decaying rate depends on the run's length: a longer run has another --workdir"
+        said = f"Nothing is left to train: the run has done its {counted(done, 'step')}."
+        notes.append(f"{said} {then}.")
     return Resume(checkpoint, tuple(notes))
-
-
-def _nothing_left(args: Options, done: int) -> str:
-    """What a user is told whose run was at its end, and how it can train on."""
-    then = f"--n_epochs {args.n_epochs + 1} trains on"
-    if args.num_batches is not None:
-        then = f"--num_batches {2 * args.num_batches} trains on"
-    if args.lr_scheduler != "constant":  # which find_resume would refuse
-        then = (
-            f"Under --lr_scheduler {args.lr_scheduler} the rate depends on the length of the run: "
-            "a longer one is a new one, with another --workdir"
-        )
-    return f"Nothing is left to train: the run has done its {counted(done, 'step')}. {then}."
 
 
 class Saving:
@@ -192,9 +183,8 @@ class Saving:
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
         done, n = Totals(**state["totals"]), self.model.dp_size
-        shares = state.get("shares", [])  # earlier versions saved none
-        if len(shares) == n:  # each part of the batch takes on its own
-            positions, tokens, seconds = shares[self.model.dp_rank]
+        if len(state["shares"]) == n:  # each part of the batch takes on its own
+            positions, tokens, seconds = state["shares"][self.model.dp_rank]
         else:  # cut into another number of parts: each takes an equal share
             positions, tokens, seconds = done.positions / n, done.tokens / n, done.seconds
         return replace(done, positions=round(positions), tokens=round(tokens), seconds=seconds)

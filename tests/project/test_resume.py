@@ -177,7 +177,7 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     run(decaying)  # without --resume it begins
     assert Path("work/earlier_1/summary.json").exists()
     printed, _ = run(decaying + "--resume")
-    assert f"{nothing}1 step. Under --lr_scheduler linear the rate depends on the " in printed
+    assert f"{nothing}1 step. A decaying rate depends on the run's length: " in printed
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     run(line, stop_at=3)
     folder = Path("work/checkpoints").resolve()
     _, second, third = names_in(folder)
-    (folder / third / "state.json").write_text("{}")
+    (folder / third / "state.json").write_text("{")
     (folder / ".000007-epoch5-step1.part").mkdir()
     printed, error = run(line + "--resume --keep 1", stop_at=3)
     assert error is None
