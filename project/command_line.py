@@ -7,7 +7,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -47,31 +47,33 @@ class Parser(argparse.ArgumentParser):
         # A value, not an option. (Python 3.10 to 3.13 take -1e-3 for an option.)
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """As in argparse, which parses everything through it, also the options of a command. Ends
         the program at an option that there is not."""
         self._settle_usage()
         words = underscored(sys.argv[1:] if args is None else args)
-        return self._without_options(super().parse_known_args(words, namespace))
+        return self._without_options(*super().parse_known_args(words, namespace))
 
-    def parse_known_intermixed_args(
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """The same. (Since Python 3.12.8 it does not parse through the one above.)"""
         self._settle_usage()
         words = underscored(sys.argv[1:] if args is None else args)
-        return self._without_options(super().parse_known_intermixed_args(words, namespace))
+        return self._without_options(*super().parse_known_intermixed_args(words, namespace))
 
-    def _without_options(self, parsed: tuple[Any, list[str]]) -> tuple[Any, list[str]]:
-        """Ends the program if an option is left of the command line."""
-        for word in parsed[1]:
+    def _without_options(
+        self, parsed: argparse.Namespace, left: list[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What was parsed. Ends the program if an option is left of the command line."""
+        for word in left[: left.index("--")] if "--" in left else left:  # after it there is text
             name = word.partition("=")[0]
-            if name == "--":
-                break  # what follows is text
             if OPTION.fullmatch(name):
                 none = f"there is no such option{is_it(name, self._option_string_actions)}"
                 self.error(f"{name}: {self.hints.get(name, none)}")
-        return parsed
+        return parsed, left
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """A line of an @FILE: words as in a shell; # begins a comment."""

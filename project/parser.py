@@ -131,6 +131,10 @@ def add_options(parser: Parser, kind: type[Options], strategy: str = "") -> None
         for name in (field.name for field in fields(group)):
             absent[name] = f"only {HAVE[group]} it; {INSTEAD.get(name, 'leave it out')}"
     parser.epilog = "@FILE reads options from a file, as they are typed here."
+    if strategy:
+        parser.epilog += (
+            "\nWithout --model it trains VGG16 on images; --model gpt2-mini learns text."
+        )
     parser.hints = {word: said for name, said in absent.items() for word in spellings(name)}
 
 

@@ -1,7 +1,9 @@
-"""Trains VGG16 or, with --model gpt2-mini, GPT-2 under any strategy, on processes that exchange
-tensors.
+"""Trains a model under any strategy, on processes that exchange tensors: VGG16 on images or, with
+--model gpt2-mini, GPT-2 on text.
 
-python project/train.py ddp --help      explains ddp and its options, with examples
+python project/train.py ddp --model gpt2-mini      two processes, text
+python project/train.py -w 2 -n 5 ddp              two processes, images, five steps
+python project/train.py ddp --help                 explains ddp and its options, with examples
 """
 
 from __future__ import annotations

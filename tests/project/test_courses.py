@@ -25,6 +25,7 @@ from tests.project.programs import (
     in_folder,
     names_in,
     on_rank,
+    parse,
     run,
     summary,
 )  # fmt: skip
@@ -132,16 +133,19 @@ def test_the_script_of_the_newest_edition_finds_its_lines(ranks: Ranks) -> None:
 def test_brown_cs1390(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STYLE, "savefig.dpi", 30)
     drawn: list[str] = []
+    seen: list[str] = []
     for line in course_commands("brown_cs1390"):
         program, _, options = line.partition(" ")
         if program == "plot":
             drawn += draw(options)
         elif "--check_weights" not in options:
-            strategy, n = options.split()[0], options.partition("--num_workers ")[2][0]
-            folder = Path("workdir", f"{strategy}{n}").resolve()  # where it is by default
+            args = parse(line)
+            n, folder = args.world_size, args.workdir.resolve()  # where it is by default
+            seen.append(args.strategy)
             line += f" {VGG} --keep 0 --num_batches 3 --workdir {folder}"
-            printed, error = run(line, ranks if n == "2" else None)
+            printed, error = run(line, ranks if n == 2 else None)
             assert error is None, printed
+    assert seen == ["none", "ddp", "ddp", "ddp", "fsdp", "pipeline"]
     assert drawn == ["split_time.png", "throughput.png", "memory.png", "timeline_pipeline2.png"]
 
 
