@@ -15,8 +15,7 @@ import argparse
 import importlib
 
 NAMES = (
-    "data_parallel", "pipeline", "tensor", "programs", "generation", "recompute", "mathematics",
-    "plan", "data",
+    "data_parallel", "pipeline", "tensor", "programs", "generation", "recompute", "plan", "data",
 )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.formulas import pipeline_bubble
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.chunks import interleaved_1f1b
 from pipeline.schedules.schedule import (
@@ -34,6 +33,7 @@ from planning.simulate import (
     Work,
     with_times,
 )
+from tests.mathematics.formulas import pipeline_bubble
 
 F: Any = Fraction(10)  # seconds, exactly; so are the next three
 HALF: Any = Fraction(9)  # the first half of a backward, for gradients of inputs

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import formulas as cost
 from pipeline.pipe import _clock_cycles
 from pipeline.schedules import catalogue, chunks, printed
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
 from planning.simulate import Simulator, Work
+from tests.mathematics import formulas as cost
 
 GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]
 ONE_CLOCK = {"F": 1, "I": 1, "W": 1, "B": 2}

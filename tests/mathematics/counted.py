@@ -1,0 +1,179 @@
+"""Steps whose bytes are counted: what a rank sends, and what it holds.
+
+Linux keeps a count of the bytes sent per TCP connection (TCP_INFO, `tcpi_bytes_sent`, since 4.19).
+The sum over the connections of a process is exactly what it sent: unlike the counters of a network
+interface, it excludes other programs. Retransmissions, which a busy machine causes, do not count.
+The models are stacks of feed-forward halves of blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.gradients import GradientBuckets
+from data_parallel.zero1 import ShardedOptimizer
+from pipeline.executor import Channel
+from runtime.communicator import Communicator
+from tests.ranks import sharing
+from training.layouts.layout import state_bytes
+
+LAYERS = 8
+Bytes = dict[str, float]  # by what was done
+_SENT = struct.Struct("QQ")  # tcpi_bytes_sent, and of those tcpi_bytes_retrans
+_OFFSET = 200  # of these in struct tcp_info
+_LISTENING = 10
+
+
+def bytes_sent() -> int:
+    """Bytes of payload sent so far over the TCP connections that are open.
+
+    Raises:
+        OSError: this system does not count them.
+    """
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            number = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            sock = socket.socket(fileno=os.dup(number))
+        except OSError:  # closed meanwhile
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                total += _sent_over(sock)
+    return total
+
+
+def _sent_over(sock: socket.socket) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if info[0] == _LISTENING:
+        return 0
+    if len(info) < _OFFSET + _SENT.size:
+        raise OSError("this kernel does not count the bytes of a connection; Linux 4.19 does")
+    sent, again = _SENT.unpack_from(info, _OFFSET)
+    return int(sent - again)
+
+
+class Residual(nn.Module):
+    """The feed-forward half of a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+def make_layers(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(width) for _ in range(LAYERS)))
+
+
+def sent_by(action: Callable[[], Any]) -> int:
+    """Bytes that this rank sends for it, without the barriers around it."""
+    gc.collect()  # a connection that closes meanwhile would take its bytes along
+    dist.barrier()
+    start = bytes_sent()
+    dist.barrier()
+    before = bytes_sent()
+    action()
+    dist.barrier()
+    return bytes_sent() - before - (before - start)
+
+
+def collectives(_rank: int, world_size: int, numel: int) -> Bytes:
+    """What a rank sends for `numel` floats."""
+    flat, part = torch.ones(numel), torch.ones(numel // world_size)
+    return {
+        "all_reduce": sent_by(lambda: dist.all_reduce(flat)),
+        "all_gather": sent_by(lambda: dist.all_gather_into_tensor(flat, part)),
+        "reduce_scatter": sent_by(lambda: dist.reduce_scatter_tensor(part, flat)),
+    }
+
+
+def steps(_rank: int, _world_size: int, width: int) -> Bytes:
+    """What a rank of two sends in a step, and what it holds, as ranks of several machines do."""
+    with sharing(False):
+        found = data_parallel_step(width) | zero1_step(width)
+        return found | sharded_step(2, width) | sharded_step(3, width)
+
+
+def data_parallel_step(width: int) -> Bytes:
+    model, x = make_layers(width), torch.randn(4, width)
+    buckets = GradientBuckets(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        buckets.finish()
+        optimizer.step()
+
+    sent = sent_by(step)
+    return {"sent 0": sent, "held 0": sum(state_bytes(model.parameters(), [optimizer]).values())}
+
+
+def zero1_step(width: int) -> Bytes:
+    model, ranks, x = make_layers(width), Communicator(dist.group.WORLD), torch.randn(4, width)
+    ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
+    sharded = ShardedOptimizer(
+        dict(model.named_parameters()), torch.optim.AdamW, ranks, lambda _: None
+    )
+
+    def step() -> None:
+        model(x).sum().backward()
+        sharded.reduce()
+        sharded.optimizer.step()
+
+    sent = sent_by(step)
+    model(x).sum().backward()  # before the update every rank has all gradients
+    held = state_bytes(model.parameters(), [sharded.optimizer])
+    return {"sent 1": sent, "held 1": sum(held.values())}
+
+
+def sharded_step(zero: int, width: int) -> Bytes:
+    fsdp = FullyShardedDataParallel(make_layers(width), torch.optim.AdamW, zero=zero)
+    x, held = torch.randn(4, width), list[int]()
+
+    def step() -> None:
+        fsdp.backward(fsdp.forward(x).sum())
+        fsdp.optimizer_step()
+
+    step()  # the first backward gathers everything; in it ranks agree on what later ones need
+    sent = sent_by(step)
+    # Before the update, which uses the gradients up.
+    fsdp.optimizer.register_step_pre_hook(lambda *_: held.append(sum(fsdp.held_bytes().values())))
+    step()
+    return {f"sent {zero}": sent, f"held {zero}": held[-1]}
+
+
+def boundary_traffic(step: Callable[[], Any]) -> int:
+    """Bytes of all tensors that the stages of one process pass to each other during the step."""
+    handed: list[int] = []
+    put = Channel.put
+
+    def counting(self: Channel, i: int, value: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # that one feeds the batch
+            handed.extend(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+        put(self, i, value)
+
+    with patch.object(Channel, "put", counting):
+        step()
+    return sum(handed)
