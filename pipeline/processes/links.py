@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ class _Stream:
     """Messages in both directions with one tag, in order. The two directions expect sizes of their
     own."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
         self.size_out = self.size_in = _FIRST_SIZE  # bytes of the next first transfer
-        self.posted: deque[InFlight] = deque()  # receives: at most one
-        self.lost = ""  # why no receive could be posted
+        self.posted: list[InFlight] = []  # receives: at most one
         self.early: dict[tuple[int, int], Any] = {}  # arrived before they were asked for
 
 
@@ -85,7 +85,7 @@ class Link:
         message, number = Message(value), _number(kind)
         begin = aligned(_START.size + len(message.head))  # bytes before the body
         size = begin if self._bodies else begin + message.nbytes
-        tag, stream = self._stream(number)
+        stream = self._stream(number)
         envelope = torch.empty(max(size, stream.size_out), dtype=torch.uint8, device="cpu")
         start = _START.pack(len(message.head), message.nbytes, number, i) + message.head
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
@@ -95,67 +95,61 @@ class Link:
         message.write(body)  # before its transfer starts
         first, rest = envelope[: stream.size_out], envelope[stream.size_out : size]
         stream.size_out = _next_size(size, stream.size_out)
-        sends = [(memory, self._heads, tag) for memory in (first, rest) if len(memory)]
+        transfers = [(memory, self._heads, stream.tag) for memory in (first, rest) if len(memory)]
         if self._bodies and message.nbytes:
-            sends.append((body, self._bodies[0], 0))
-        return [
-            (_call(dist.isend, memory, self._peer, group, tag), memory)
-            for memory, group, tag in sends
-        ]
+            transfers.append((body, self._bodies[0], 0))
+        return [(_try(dist.isend, x, self._peer, group, tag), x) for x, group, tag in transfers]
 
     def receive(self, kind: str, i: int) -> Any:
         """Waits for the value of micro-batch i. Others may arrive before it."""
         number = _number(kind)
-        tag, stream = self._stream(number)
+        stream = self._stream(number)
         while (number, i) not in stream.early:
-            key, value = self._next(tag, stream)
+            key, value = self._next(stream)
             stream.early[key] = value
         return stream.early.pop((number, i))
 
     def close(self) -> None:
         """Hangs up. A gloo connection closes with its last reference, and a rank that waits at the
         other end gets an error."""
-        self._streams.clear()
+        for stream in self._streams.values():
+            stream.posted.clear()
         self._heads, self._bodies = None, ()
 
-    def _stream(self, number: int) -> tuple[int, _Stream]:
+    def _stream(self, number: int) -> _Stream:
         tag = 0 if self._bodies else number
-        return tag, self._streams.setdefault(tag, _Stream())
+        return self._streams.setdefault(tag, _Stream(tag))
 
-    def _next(self, tag: int, stream: _Stream) -> tuple[tuple[int, int], Any]:
+    def _next(self, stream: _Stream) -> tuple[tuple[int, int], Any]:
         """Waits for the next message of a stream: its kind and micro-batch, and its value."""
         if not stream.posted:
-            self._post(tag, stream)
-        if not stream.posted:
-            raise PeerError(stream.lost)
+            self._post(stream)
         envelope = wait_for(stream.posted)
         length, nbytes, number, i = _START.unpack(envelope[: _START.size].numpy().tobytes())
         begin = aligned(_START.size + length)
         size = begin if self._bodies else begin + nbytes
         if size > len(envelope):  # longer than expected: the rest follows
             envelope = torch.cat([envelope, envelope.new_empty(size - len(envelope))])
-            rest = envelope[stream.size_in :]
-            wait_for(deque([(_call(dist.irecv, rest, self._peer, self._heads, tag), rest)]))
+            self._post(stream, envelope[stream.size_in :])
+            wait_for(stream.posted)
         stream.size_in = _next_size(size, stream.size_in)
-        self._post(tag, stream)  # the next travels while this one is used
+        with suppress(PeerError):  # the message that has just arrived may have been the last
+            self._post(stream)  # the next travels while this one is used
         head = envelope[_START.size : _START.size + length].numpy().tobytes()
-        body = envelope[begin : begin + nbytes].to(self._device)  # on a CPU a view
-        if self._bodies:
-            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            if nbytes:
-                # NCCL: the stream waits, not the host
-                _call(dist.irecv, body, self._peer, self._bodies[1]).wait()
+        if not self._bodies:
+            body = envelope[begin : begin + nbytes].to(self._device)  # on a CPU a view
+            return (number, i), Received(head, body).load()
+        body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if nbytes:  # NCCL: the stream waits, not the host
+            _try(dist.irecv, body, self._peer, self._bodies[1]).wait()
         return (number, i), Received(head, body).load()
 
-    def _post(self, tag: int, stream: _Stream) -> None:
-        """Posts the next receive. If the other end has hung up, only the next `receive` raises: the
-        message that has just arrived may have been the last."""
-        memory = torch.empty(stream.size_in, dtype=torch.uint8, device="cpu")
-        try:
-            work = _call(dist.irecv, memory, self._peer, self._heads, tag)
-            stream.posted.append((work, memory))
-        except PeerError as error:
-            stream.lost = str(error)
+    def _post(self, stream: _Stream, memory: Tensor | None = None) -> None:
+        """Posts the next receive, of the expected size or into ``memory``."""
+        if memory is None:
+            memory = torch.empty(stream.size_in, dtype=torch.uint8, device="cpu")
+        work = _try(dist.irecv, memory, self._peer, self._heads, stream.tag)
+        stream.posted.append((work, memory))
 
 
 def open_links(
@@ -167,20 +161,18 @@ def open_links(
     rank, members = dist.get_rank(heads), dist.get_process_group_ranks(heads)  # members: global
     bodies = bodies if device.type != "cpu" else []
     links: dict[int, Link] = {}
-    for low, high in pairs:  # in the same order on all ranks: no cycle of waits
-        if rank not in (low, high):
-            continue
+    for low, high in (pair for pair in pairs if rank in pair):  # in one order on all ranks
         peer = high if rank == low else low
         # to send on, to receive on: the lower rank sends on `up`
         ways = bodies if rank == low else bodies[::-1]
         links[peer] = Link(heads, ways, members[peer], device)
         for sender in (low, high) if bodies else ():  # NCCL connects with the first message
-            if rank != sender:
+            if rank == sender:
+                hello = links[peer].send("hello", -1, torch.zeros(1, device=device))
+                while hello:
+                    wait_for(hello)
+            else:
                 links[peer].receive("hello", -1)
-                continue
-            hello = deque(links[peer].send("hello", -1, torch.zeros(1, device=device)))
-            while hello:
-                wait_for(hello)
     return links
 
 
@@ -193,19 +185,10 @@ def close_groups(groups: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def wait_for(transfers: deque[InFlight]) -> Tensor:
-    """Waits for the first of the transfers, and returns its memory. A connection closes only when
-    nothing refers to it any more, and a traceback refers to the locals of its functions: so the
-    error is raised without it."""
-    work, memory = transfers.popleft()
-    problem = ""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        problem = _one_line(error)
-    del work
-    if problem:
-        raise PeerError(problem)
+def wait_for(transfers: list[InFlight]) -> Tensor:
+    """Waits for the first of the transfers, and returns its memory."""
+    memory = transfers[0][1]
+    _try(transfers.pop(0)[0].wait)
     return memory
 
 
@@ -220,14 +203,13 @@ def _number(kind: str) -> int:
     return zlib.crc32(kind.encode()) >> 1
 
 
-def _call(transfer: Callable[..., dist.Work | None], *args: Any) -> dist.Work:
+def _try(call: Callable[..., Any], *args: Any) -> Any:
+    """A call of torch.distributed, whose error is a `PeerError`. A connection closes only when
+    nothing refers to it any more, and a traceback refers to the locals of its functions: so the
+    error is raised without them."""
     try:
-        work = transfer(*args)
+        return call(*args)
     except RuntimeError as error:
-        raise PeerError(_one_line(error)) from None
-    assert work is not None
-    return work
-
-
-def _one_line(error: RuntimeError) -> str:
-    return f"it has ended, or is silent: {str(error).splitlines()[0]}"
+        problem = f"it has ended, or is silent: {str(error).splitlines()[0]}"
+    del call, args
+    raise PeerError(problem)

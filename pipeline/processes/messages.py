@@ -69,14 +69,14 @@ class Received(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Only what a value is made of; nothing is imported for it."""
-        found = super().find_class(module, name) if module in sys.modules else None
-        if not (isinstance(found, torch.dtype) or _is_of_values(found)):
+        kind = super().find_class(module, name) if module in sys.modules else None
+        if not (isinstance(kind, torch.dtype) or _is_of_values(kind)):
             raise TypeError(
                 f"a message from another rank holds a {module}.{name}, which is not unpickled: "
                 "hand on tensors, numbers, texts, enumerations, tuples, lists, dicts, NamedTuples, "
                 "or what is registered with torch.utils._pytree"
             )
-        return found
+        return kind
 
     def persistent_load(self, place: _Place) -> Tensor:
         begin, *_, requires_grad = place

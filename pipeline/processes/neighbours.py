@@ -40,25 +40,20 @@ class PeerChannel:
     ) -> None:
         self._link, self._peer, self._acting = link, peer, acting
         self._what, self._ends = what, ends
-        self._sends: deque[deque[InFlight]] = deque()  # of messages that may be under way
+        self._sends: deque[list[InFlight]] = deque()  # of messages that may be under way
         self.most = 1
 
     def put(self, i: int, value: Any) -> None:
         """Sends micro-batch i (-1: none); does not wait until it is received."""
-        with (
-            _annotated(f"handing {self._what}", i),
-            self._acting("send", self._ends[0], i, self._peer),
-        ):
-            self._sends.append(deque(self._link.send(self._what, i, value)))
+        what = f"handing {self._what}"
+        with _annotated(what, i), self._acting("send", self._ends[0], i, self._peer):
+            self._sends.append(self._link.send(self._what, i, value))
             self.wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
         """Waits for micro-batch i. Messages may arrive before the schedule needs them."""
-        _, end = self._ends
-        with (
-            _annotated(f"waiting for {self._what}", i),
-            self._acting("receive", end, i, self._peer),
-        ):
+        what = f"waiting for {self._what}"
+        with _annotated(what, i), self._acting("receive", self._ends[1], i, self._peer):
             return self._link.receive(self._what, i)
 
     def wait_for_sends(self, most: int = 0) -> None:
@@ -125,26 +120,26 @@ class Neighbours:
         return value
 
     def sum_tied(
-        self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Mapping[int, Tensor]]
+        self, parameters: Mapping[str, nn.Parameter], terms: Mapping[str, Mapping[int, Tensor]]
     ) -> Gradients:
         """Sums the gradients of parameters shared by several stages, in the order of the stages:
-        the same bits on all of their ranks. ``parts``: this rank's gradients, by name and stage."""
+        the same bits on all of their ranks. ``terms``: this rank's gradients, by name and stage."""
         what = "the gradients of shared parameters"
         # ranks that share any parameter with this one
         peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
-        of = {self.rank: parts}
+        by_rank = {self.rank: terms}
         if peers:
             with self._acting("all_reduce"):
                 for peer in peers:  # does not wait: all send, then all receive
-                    both = {n: parts[n] for n, users in self._tied.items() if peer in users}
-                    self._to(peer, what, both)
-                of |= {peer: self._from(peer, what) for peer in peers}
+                    used = {n: terms[n] for n, users in self._tied.items() if peer in users}
+                    self._to(peer, what, used)
+                by_rank |= {peer: self._from(peer, what) for peer in peers}
         sums: Gradients = {}
         for name, users in self._tied.items():
             p = parameters[name]
-            every = {s: part for r in users for s, part in of[r][name].items()}
-            for _, part in sorted(every.items()):  # in the order of the stages
-                sums[p] = sums[p] + part if p in sums else part
+            by_stage = {s: term for r in users for s, term in by_rank[r][name].items()}
+            for _, term in sorted(by_stage.items()):
+                sums[p] = sums[p] + term if p in sums else term
         return sums
 
     def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
@@ -156,9 +151,9 @@ class Neighbours:
                 self._to(peer, f"{what} {name}", tensors[name])
         for name, users in self._tied.items():
             if users[0] != self.rank:
-                value, mine = self._from(users[0], f"{what} {name}"), tensors[name]
-                if mine is not None:
-                    mine.copy_(value)
+                value, target = self._from(users[0], f"{what} {name}"), tensors[name]
+                if target is not None:
+                    target.copy_(value)
 
     def start_step(self, schedule: Schedule) -> None:
         """Keeps the memory of as many messages as the schedule has under way, and not of one per
@@ -207,13 +202,13 @@ class Neighbours:
 
 def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.ProcessGroup]:
     """Groups for the messages of all ranks of the world, which are those of ``group``."""
-    here, there = dist.get_world_size(group), dist.get_world_size()
-    if here != there:
+    size, world_size = dist.get_world_size(group), dist.get_world_size()
+    if size != world_size:
         raise ValueError(
-            f"a pipeline of {here} of {there} ranks: all ranks make the groups of its messages "
-            "together, so give messages=make_mesh(...).messages, or of message_groups(...)"
+            f"a pipeline of {size} of {world_size} ranks: all ranks make the groups of its "
+            "messages together, so give messages=make_mesh(...).messages, or of message_groups(...)"
         )
-    return message_groups(range(there), timeout)
+    return message_groups(range(world_size), timeout)
 
 
 @contextmanager

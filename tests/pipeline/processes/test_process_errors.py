@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
@@ -212,7 +211,7 @@ def _talk(rank: int, _: int, apart: bool) -> None:
             link.receive("more", 0)
         with pytest.raises(PeerError, match="it has ended"):
             for _ in range(100):
-                wait_for(deque(link.send("nobody", 0, "reads this")))
+                wait_for(link.send("nobody", 0, "reads this"))
 
 
 @pytest.mark.parametrize("apart", [False, True])
