@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.schedule import Action, Kind, Schedule, ended_with, gpipe
 from planning.simulate import Simulator, Work
+from tests.which import program
 
 SCRIPT = Path(__file__).resolve().parents[2] / "project" / "page" / "simulate.js"
 # Reads cases from standard input, writes what simulate.js makes of each.
@@ -94,10 +93,7 @@ def in_python(schedule: Schedule, work: dict[str, Any]) -> tuple[list[Any], list
 
 def test_javascript_simulates_like_python() -> None:
     """200 random schedules; starts and ends are sums in the same order, and so the same bits."""
-    node = shutil.which("node")
-    if node is None:
-        warnings.warn("there is no node: project/page/simulate.js was not tested", stacklevel=1)
-        pytest.skip("there is no node: apt-get install nodejs")
+    node = program("node", tests="project/page/simulate.js")
     draw, cases = random.Random(0), []
     for _ in range(200):
         schedule = schedule_of(draw)
@@ -118,8 +114,7 @@ def test_javascript_simulates_like_python() -> None:
 
 def test_javascript_sees_a_deadlock() -> None:
     """As Python does: B before F on one rank."""
-    if (node := shutil.which("node")) is None:
-        pytest.skip("there is no node")
+    node = program("node", tests="project/page/simulate.js")
     row = [Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]
     with pytest.raises(ValueError, match="deadlock"):
         Simulator([row])

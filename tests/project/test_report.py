@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
+from tests.which import program
 from training.launch.errors import UserError
 from training.timeline import Event
 
@@ -240,10 +240,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:
 def test_a_browser_simulates_the_step_again(tmp_path: Path) -> None:
     """Four micro-batches of half the time, one of five layers moved from stage 0 to stage 1, under
     the schedule of the URL; then a reader takes another."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        warnings.warn("there is no chromium: the page was not opened in a browser", stacklevel=1)
-        pytest.skip("there is no chromium: apt-get install chromium")
+    browser = program("chromium", "google-chrome", tests="the page in a browser")
     report.main([str(staged(tmp_path)), "--output", str(tmp_path / "page.html")])
     with (tmp_path / "page.html").open("a") as page:
         page.write("""<script>
