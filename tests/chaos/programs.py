@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from project.strategies import STRATEGIES
+
 OWN, TORCHRUN, ALONE = "own", "torchrun", "alone"  # who starts the ranks; ALONE: there are none
 
 TORCHRUN_COMMAND = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -13,7 +15,10 @@ TINY = (
     "--model_max_length", "32", "--batch_size", "8", "--n_train", "64", "--n_validation", "8",
     "--n_test", "4", "--device", "cpu",
 )  # fmt: skip
-STRATEGIES = ("ddp", "fsdp", "pipeline", "model", "tensor")  # of project/train.py, on processes
+# Of project/train.py, on two processes.
+ON_PROCESSES = [
+    name for name, row in STRATEGIES.items() if row.axis and "world_size" not in row.usual
+]
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,12 @@ PROGRAMS = (
         "pipeline", ALONE,
         ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
     ),
-    *(Program(f"train {name}", OWN, trained(name)) for name in STRATEGIES),
+    *(Program(f"train {name}", OWN, trained(name)) for name in ON_PROCESSES),
     Program("train 3d", OWN, (*trained("3d"), "--pp", "2", "--tp", "2")),
     Program("train recompute", OWN, (*trained("pipeline"), "--recompute", "always")),
     Program("train chunks", OWN, (*trained("pipeline"), "--schedule", "zbv")),
     *(
         Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)))
-        for name in STRATEGIES
+        for name in ON_PROCESSES
     ),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.options import Processes, ScheduleName
+from training.resume import OF_LAYOUT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -209,6 +210,12 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
     assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
     assert re.findall(r"^ {4}(\w+) {2}", strategies, re.MULTILINE) == list(STRATEGIES)
+
+
+def test_the_options_of_a_layout_are_resumed_together() -> None:
+    """Or none is. What is compiled is of each start."""
+    of_strategies = {name for row in STRATEGIES.values() for name in row.options.split()}
+    assert of_strategies - {"compile"} <= OF_LAYOUT
 
 
 def test_every_schedule_can_be_typed() -> None:
