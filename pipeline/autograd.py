@@ -24,8 +24,8 @@ from . import microbatch
 from .streams import Streams
 
 Backward = Callable[[list[list[Tensor | None]], bool], Gradients]
-"""Of gradients by micro-batch and leaf, and whether graphs are kept. Those of the inputs replace
-those of the outputs; returns those of the parameters."""
+"""Called with the outputs' gradients, by micro-batch and leaf, and whether graphs are kept. Puts
+the inputs' gradients in their place, and returns the parameters'."""
 
 
 def pipelined(

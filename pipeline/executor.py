@@ -94,17 +94,17 @@ class Losses:
         """The `Stage.tail` of the last stage."""
         loss = self._loss_fn(output, self._targets[i])
         if not isinstance(loss, Tensor) or loss.dim() > 0:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
+                f"loss_fn returned {kind}: one number, the sum over its micro-batch, is needed, "
                 "e.g. cross_entropy(output, target, reduction='sum')"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
-            given = any(
+            output_has_graph = any(
                 isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)
             )
             why = "loss_fn detaches the output, or computes outside torch"
-            if not given:
+            if not output_has_graph:
                 why = (
                     "the output of the last layer does not either. Every parameter is frozen, or a "
                     "layer detaches what it returns, as checkpoint(use_reentrant=True) does if its "
@@ -160,7 +160,7 @@ class Dataflow:
     def run(self, actions: Sequence[Action]) -> int:
         """The work of one worker; returns the most micro-batches it held at once, counted once for
         each of its stages."""
-        mine = [self._stages[s] for s in sorted({action.stage for action in actions})]
+        stages = [self._stages[s] for s in sorted({action.stage for action in actions})]
         peak = 0
         try:
             for action in actions:
@@ -168,7 +168,8 @@ class Dataflow:
                     raise Stopped
                 if action.kind is FORWARD:
                     self._forward(action)
-                    peak = max(peak, sum(stage.alive for stage in mine))  # only forwards add to it
+                    held = sum(stage.alive for stage in stages)
+                    peak = max(peak, held)  # only forwards add to it
                 elif action.kind is BACKWARD_WEIGHT:
                     self._backward_weight(action)
                 else:

@@ -30,9 +30,9 @@ def batch_size(value: Any) -> int:
     refuse_hidden(value, "the batch holds")
     sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
     if len(sizes) != 1:
-        found = ", ".join(map(str, sorted(sizes))) or "no tensor"
+        different = ", ".join(map(str, sorted(sizes))) or "no tensor"
         raise ValueError(
-            f"the batch is the first dimension of every tensor, but there: {found}; "
+            f"the batch is the first dimension of every tensor, but there: {different}; "
             "give tensors whose first dimensions are equal"
         )
     return int(sizes.pop())
@@ -77,8 +77,8 @@ def cut_batch(
                 "it as MicroBatches too, as many"
             )
         return x, target
-    found = sizes(batch_size((x, target)))  # x and target must agree
-    return split_batch(x, found), split_batch(target, found)
+    of_each = sizes(batch_size((x, target)))  # x and target must agree
+    return split_batch(x, of_each), split_batch(target, of_each)
 
 
 def join(values: Sequence[Any]) -> Any:

@@ -154,7 +154,8 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
 
     @cache
     def best(k: int, n: int) -> tuple[float, list[int]]:
-        """Of the best cut of the first k layers into n stages: the costliest stage, all sizes."""
+        """Returns the cost of the costliest stage, and all sizes, of the best cut of the first k
+        layers into n stages."""
         if n == 1:
             return before[k], [k]
 

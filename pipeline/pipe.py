@@ -270,11 +270,11 @@ class Pipe(nn.Module):
         inputs, targets = microbatch.cut_batch(x, target, sizes)  # one each per micro-batch
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
         leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
-        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([("the Pipe", self)])
         with self._call(len(inputs)) as stages:
             losses, n = losses_of(stages[-1], loss_fn, targets, scale), len(stages)
-            first = 0 if any(wanted) else 1  # the first stage that hands on its input's gradient
+            first = 0 if any(trained) else 1  # the first stage that hands on its input's gradient
             up, down = self._up(range(n)), self._down(range(first, n))
             flow = new_dataflow(stages, inputs, losses, up, down, n, self.recorder)
             _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
@@ -283,7 +283,7 @@ class Pipe(nn.Module):
                 loss = losses.total()
             for of_stage in sums:
                 deliver(of_stage)
-            if any(wanted):  # on into the caller's graph
+            if any(trained):  # on into the caller's graph
                 gradients = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
                 pairs = [(x, dx) for x, dx in zip(leaves, gradients, strict=True) if dx is not None]
                 torch.autograd.backward([x for x, _ in pairs], [dx.to(x.device) for x, dx in pairs])

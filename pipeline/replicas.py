@@ -26,12 +26,12 @@ def split_by_sizes(
     """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
     partitions, devices = nn.ModuleList(), []
     for s, part in enumerate(_groups(list(modules), sizes)):
-        found, on = _split_module(nn.Sequential(*part))
+        stage, on = _split_module(nn.Sequential(*part))
         if len(on) > 1:
             raise ValueError(
                 f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
             )
-        partitions += found
+        partitions += stage
         devices += on
     return partitions, devices
 
@@ -71,8 +71,8 @@ def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
     """All trained parameters, each once, in the order of the stages."""
     # a copy counts as its original
-    every = (replicas.get(p, p) for stage in stages for p in stage.parameters)
-    return list(dict.fromkeys(every))
+    originals = (replicas.get(p, p) for stage in stages for p in stage.parameters)
+    return list(dict.fromkeys(originals))
 
 
 def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:

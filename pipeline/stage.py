@@ -56,8 +56,8 @@ class _Part:
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         self.layers, self.first_layer = layers, first_layer
-        every = (p for layer in layers for p in layer.parameters() if p.requires_grad)
-        self.parameters = list(dict.fromkeys(every))
+        trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
+        self.parameters = list(dict.fromkeys(trained))
         self.torchs_own = all(map(written_by_torch, layers))
 
 
@@ -281,11 +281,11 @@ class Stage:
                 # code of others may repeat a forward: checkpoints
                 modes.enter_context(graph.later)
                 modes.enter_context(self._randomness.in_backward())
-            result, found = graph.differentiate(graph.part.parameters, gradients, retain_graph)
+            result, new = graph.differentiate(graph.part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
         later = {p for product in graph.later.products for p in product.trained}
         later |= self._shared
         # dense: an embedding's may be sparse, and a product's, or another part's, is not
-        add(kept.sums, {p: g.to_dense() for p, g in found.items() if p in later})
-        add(self._totals, {p: g for p, g in found.items() if p not in later})
+        add(kept.sums, {p: g.to_dense() for p, g in new.items() if p in later})
+        add(self._totals, {p: g for p, g in new.items() if p not in later})
         return result

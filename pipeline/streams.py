@@ -53,11 +53,11 @@ class Streams:
     @contextmanager
     def resume(self) -> Iterator[None]:
         """Like `enter`, but after the work of the current streams and before their next work."""
-        here = Streams()  # of the thread that runs backward
-        self._wait_for(here)  # its kernels so far come before ours
+        callers = Streams()  # of the thread that runs backward
+        self._wait_for(callers)  # its kernels so far come before ours
         with self.enter():
             yield
-        here._wait_for(self)  # ours come before its next ones
+        callers._wait_for(self)  # ours come before its next ones
 
     def _wait_for(self, others: Streams) -> None:
         # one of the two may be empty: made before CUDA was used

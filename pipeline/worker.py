@@ -45,7 +45,7 @@ from .streams import Streams
 
 
 class Queue(SimpleQueue[Any]):
-    """Of tasks for a worker, or of its answers. ``thread``: the worker's."""
+    """Holds tasks for a worker, or its answers. ``thread``: the worker's."""
 
     thread: threading.Thread
 

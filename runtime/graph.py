@@ -88,9 +88,9 @@ class Graph:
         entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in entered:
-                wanted = leaf.requires_grad and torch.is_grad_enabled()
+                trained = leaf.requires_grad and torch.is_grad_enabled()
                 inner = move(leaf.detach(), self._memory, copy and torch.is_grad_enabled())
-                if wanted:
+                if trained:
                     self._x[k] = inner.requires_grad_()  # the leaf that gets dx
                     inner = _Alias.apply(inner)  # what the layers get
                 entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
@@ -117,13 +117,13 @@ class Graph:
         ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
         for a leaf without a gradient.
         """
-        given = {k: gradients[k] for k in self._y}
-        incoming = {k: move(dy, self._memory) for k, dy in given.items() if dy is not None}
+        of_outputs = {k: gradients[k] for k in self._y}
+        incoming = {k: move(dy, self._memory) for k, dy in of_outputs.items() if dy is not None}
         result: list[Tensor | None] = [None] * self._num_inputs  # by leaf of x
         if not incoming or not (self._x or parameters):
             return result, {}
         # torch.autograd.grad without its checks: they would switch a TorchFunctionMode off.
-        found = Variable._execution_engine.run_backward(
+        computed = Variable._execution_engine.run_backward(
             tuple(self._y[k] for k in incoming),
             tuple(incoming.values()),
             retain_graph,
@@ -132,9 +132,9 @@ class Graph:
             allow_unreachable=True,
             accumulate_grad=False,
         )
-        for k, dx in zip(self._x, found, strict=False):
+        for k, dx in zip(self._x, computed, strict=False):
             result[k] = dx
-        of_parameters = zip(parameters, found[len(self._x) :], strict=True)
+        of_parameters = zip(parameters, computed[len(self._x) :], strict=True)
         return result, {p: g for p, g in of_parameters if g is not None}
 
     def release(self) -> None:

@@ -87,8 +87,8 @@ class Guard:
             self.check_no_foreign_leaves(result, name, value)
         return result
 
-    def check_no_foreign_leaves(self, value: Any, who: str, given: Any = None) -> None:
-        """RuntimeError if ``value``, which ``who`` computed from ``given``, depends on an unknown
+    def check_no_foreign_leaves(self, value: Any, who: str, source: Any = None) -> None:
+        """RuntimeError if ``value``, which ``who`` computed from ``source``, depends on an unknown
         leaf, or on a checkpoint with reentry. Operators seen by an earlier call are skipped.
 
         A leaf that the layer itself creates counts too: it looks the same as the caller's.
@@ -101,7 +101,7 @@ class Guard:
                 continue
             seen.add(node)
             if type(node) is _LEAF and id(node.variable) not in self._known:
-                kind = hidden_type(given)
+                kind = hidden_type(source)
                 inside = f" inside {kind}" if kind else ""
                 raise RuntimeError(
                     f"{who} uses a tensor{inside} that requires grad and is neither part of its "

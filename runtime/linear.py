@@ -127,12 +127,12 @@ class WeightsLater:
         return self._casts[parameter]
 
     def add_products(
-        self, totals: Gradients, sums: Gradients, apart: Collection[nn.Parameter]
+        self, totals: Gradients, sums: Gradients, elsewhere: Collection[nn.Parameter]
     ) -> None:
         """The second half of a micro-batch's backward. Frees each product after use.
 
         Gradients are added to the totals over micro-batches. A parameter with several gradients in
-        this micro-batch (from several products, in ``sums`` already, or ``apart``) adds them to
+        this micro-batch (from several products, in ``sums`` already, or ``elsewhere``) adds them to
         ``sums``, the sums of this micro-batch. So each parameter has one sum per micro-batch, in
         the order of the backward, whenever the halves run.
         """
@@ -141,7 +141,8 @@ class WeightsLater:
         while self.products:
             product = self.products.pop()
             for p in product.trained:
-                several = uses[p] > 1 or p in sums or p in apart  # this micro-batch has more for p
+                # this micro-batch has more for p
+                several = uses[p] > 1 or p in sums or p in elsewhere
                 target = sums if several else totals
                 if p in target:
                     product.add_gradient(p, target[p])  # in place

@@ -67,7 +67,7 @@ class _HeadLoss(torch.autograd.Function):
             total += chunk.losses.sum()
             # softmax, minus 1 at the label, if this rank has it
             d_logits = chunk.exps.mul_(torch.exp(chunk.largest - chunk.log_sum)[:, None])
-            d_logits.scatter_add_(1, chunk.column, -chunk.here.to(dtype)[:, None])
+            d_logits.scatter_add_(1, chunk.column, -chunk.is_own.to(dtype)[:, None])
             d_logits = d_logits.to(weight.dtype)  # the type of the products
             torch.mm(d_logits, weight, out=d_hidden[at])
             if weight.dtype == dtype:
@@ -98,8 +98,8 @@ def measure(
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
         largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], now over all tokens
         right = (chunk.at_label == largest).sum()
-        found = torch.stack([chunk.losses.sum().double(), right.double()]).cpu()
-        total += torch.cat([found, found.new_tensor([len(largest)])])
+        counts = torch.stack([chunk.losses.sum().double(), right.double()]).cpu()
+        total += torch.cat([counts, counts.new_tensor([len(largest)])])
     return total
 
 
@@ -124,7 +124,7 @@ class _Chunk(NamedTuple):
     log_sum: Tensor  # [n]: logsumexp of all ranks' logits
     at_label: Tensor  # [n]: the label's logit, from the rank that has it
     column: Tensor  # [n, 1]: the label's place among this rank's tokens; any, if it is elsewhere
-    here: Tensor  # [n]: whether this rank has it
+    is_own: Tensor  # [n]: whether this rank has it
     losses: Tensor  # [n]
 
     @classmethod
@@ -134,15 +134,15 @@ class _Chunk(NamedTuple):
         logits = hidden @ weight.t()  # [n, rows]
         logits = logits.to(wide(logits))
         local = labels - first
-        here = (local >= 0) & (local < len(weight))
+        is_own = (local >= 0) & (local < len(weight))
         column = local.clamp(0, len(weight) - 1)[:, None]
-        mine = logits.gather(1, column)[:, 0].masked_fill(~here, 0)
+        own_logit = logits.gather(1, column)[:, 0].masked_fill(~is_own, 0)
         largest = logits.amax(-1)
         exps = logits.sub_(largest[:, None]).exp_()  # overwrites logits, not read any more
-        two = torch.stack([largest + exps.sum(-1).log(), mine])  # [2, n]
+        two = torch.stack([largest + exps.sum(-1).log(), own_logit])  # [2, n]
         log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)  # each [t, n]
         log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
-        return cls(exps, largest, log_sum, at_label, column, here, log_sum - at_label)
+        return cls(exps, largest, log_sum, at_label, column, is_own, log_sum - at_label)
 
 
 def _chunks(positions: int, weight: Tensor, ranks: Communicator, first: int) -> list[slice]:

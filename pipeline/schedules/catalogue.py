@@ -86,10 +86,10 @@ def validated(
     if isinstance(schedule, str):
         schedule = find(schedule, len(ranks) // num_ranks)  # stages per rank
     lists = schedule(num_ranks, num_microbatches)
-    if (found := stage_ranks(lists)) != list(ranks):
+    if (listed := stage_ranks(lists)) != list(ranks):
         raise ValueError(
-            f"the schedule has its stages on the ranks {found}, and the pipeline on {list(ranks)}: "
-            "make the pipeline with the ranks of the schedule"
+            f"the schedule has its stages on the ranks {listed}, and the pipeline on "
+            f"{list(ranks)}: make the pipeline with the ranks of the schedule"
         )
     validate(lists, num_microbatches)
     return lists, in_order(lists)

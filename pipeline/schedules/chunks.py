@@ -103,13 +103,13 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> Schedule:
     """The pattern that holds least, repeated, sorted by clock, and closed up."""
-    found = []
+    ways = []
     for waits in product(range(_PERIOD), repeat=3):  # 216 ways to wait
         patterns = list(_patterns(num_ranks, steps, waits))
         if len(patterns) == num_ranks:  # on no rank do two actions fall on one clock
             held = max(map(_held, patterns))  # on the fullest rank
-            found.append((held, sum(waits), patterns))
-    held, _, patterns = min(found, key=lambda entry: entry[:2])  # a tie: the one that waits least
+            ways.append((held, sum(waits), patterns))
+    held, _, patterns = min(ways, key=lambda way: way[:2])  # a tie: the one that waits least
     lists = []
     for pattern in patterns:
         clocks = [  # micro-batch i: _PERIOD clocks after i - 1

@@ -39,8 +39,8 @@ def as_text(schedule: Schedule) -> str:
 
 def name_of(action: Action, ranks: Sequence[int]) -> str:
     """F0; if its rank, from `stage_ranks`, has several stages: F0a, F0b, ..."""
-    mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
-    return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
+    stages = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
+    return str(action) + (chr(ord("a") + stages.index(action.stage)) if len(stages) > 1 else "")
 
 
 def in_words(num_ranks: int, chunks: int = 1) -> str:

@@ -106,10 +106,10 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
 
 def _whole_backwards(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
     """Stage s starts with ``warm_ups[s]`` forwards."""
-    every = range(num_microbatches)
+    numbers = range(num_microbatches)
     return [
         alternate(
-            [Action(FORWARD, s, i) for i in every], [Action(BACKWARD, s, i) for i in every], w
+            [Action(FORWARD, s, i) for i in numbers], [Action(BACKWARD, s, i) for i in numbers], w
         )
         for s, w in enumerate(warm_ups)
     ]
@@ -147,12 +147,12 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
 
 def stage_ranks(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
-    found = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
-    if [s for s, _ in found] != list(range(len(found))):
+    places = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
+    if [s for s, _ in places] != list(range(len(places))):
         raise ValueError(
-            f"the lists have these (stage, rank): {found}; each stage, counted from 0, has one rank"
+            f"the lists have the (stage, rank) {places}; each stage, counted from 0, has one rank"
         )
-    return [r for _, r in found]
+    return [r for _, r in places]
 
 
 def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[int, int]]]:

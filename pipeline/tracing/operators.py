@@ -84,26 +84,26 @@ class Program:
 
     def differentiable(self) -> set[fx.Node]:
         """The values that receive gradients, and trained parameters."""
-        found = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
+        reached = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
         for node in self.nodes:
             leaves = pytree.tree_leaves(node.meta.get("val"))
             # integers get no gradients
             real = any(isinstance(t, Tensor) and t.is_floating_point() for t in leaves)
-            if real and not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+            if real and not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        return reached
 
     def written(self) -> dict[str, list[int]]:
         """The buffers that operators write to, with the operators that use them."""
-        found = set[fx.Node]()
+        nodes = set[fx.Node]()
         for node in self.nodes:
             if isinstance(node.target, torch._ops.OpOverload):  # not Python's own, as getitem
                 arguments = node.target._schema.arguments
-                for given, argument in zip(node.args, arguments, strict=False):
+                for value, argument in zip(node.args, arguments, strict=False):
                     # Statistics of a batch norm are written without being declared so.
                     if argument.is_write or argument.name.startswith("running_"):
-                        found.update(node for node in self.tensors if node is given)
-        return {self.tensors[node][0]: self.uses(node) for node in found}
+                        nodes.update(node for node in self.tensors if node is value)
+        return {self.tensors[node][0]: self.uses(node) for node in nodes}
 
 
 def _checked(spec: pytree.TreeSpec, holds: Callable[..., object]) -> Callable[[Any], Sequence[Any]]:
@@ -179,8 +179,8 @@ def _export(module: nn.Module, example: Any) -> Any:
             contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph of a failure there
             _only_operators(),
         ):
-            found = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
-            return found.module()
+            program = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
+            return program.module()
     except Exception as error:
         raise ValueError(_why(error, module)) from error
 
