@@ -126,8 +126,8 @@ def test_line_i_translates_line_i(folder: Path) -> None:
 )
 def test_a_line_ends_at_a_newline_alone(tmp_path: Path, inside: str) -> None:
     """Or at CR and newline. A byte-order mark at the beginning is no text."""
-    content = f"\ufeffa{inside}b\r\n\n c{inside}d\ne".encode()
-    assert [*text_lines(io.BytesIO(content))] == [f"a{inside}b", "", f" c{inside}d", "e"]
+    content = f"\ufeffa{inside}b\r\n\n c{inside}d\ne{inside}".encode()
+    assert [*text_lines(io.BytesIO(content))] == [f"a{inside}b", "", f" c{inside}d", f"e{inside}"]
     row = {"de": f"x{inside}y", "en": "z"}
     tables = {"tsv": f"\ufeffde\ten\r\n{row['de']}\tz\r\n", "csv": f'de,en\n"{row["de"]}","z"'}
     if inside >= " ":  # JSON has no other
