@@ -73,7 +73,8 @@ def _plain(world: World, out: Path) -> None:
     """An epoch of the plain loop: its seconds, the loss of each step, and the seconds of tokenizing
     all pairs once, as ours does before the epoch."""
     sizes = {"train": PAIRS, "validation": 16, "test": 2}
-    pairs = load_pairs(DATASET, "de", "en", sizes, 2, world, out.parent).splits["train"]
+    texts = load_pairs(DATASET, "de", "en", sizes, 2, world, out.parent)
+    pairs = list(texts.splits["train"])
     tokenizer = get_tokenizer(pairs, 4096, "de", "en", out.parent)
     start = time.perf_counter()
     for key in ("de", "en"):
