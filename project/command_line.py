@@ -9,10 +9,12 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
 
+FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118)
 OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 
@@ -41,8 +43,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**{**settings, "allow_abbrev": False})
+        super().__init__(**{"formatter_class": FORMATTER, "allow_abbrev": False, **settings})
         self.hints: Mapping[str, str] = {}
         # A value, not an option. (Python 3.10 to 3.13 take -1e-3 for an option.)
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -42,7 +42,6 @@ HAVE = {
     Tools: "train.py has",
 }
 INSTEAD = {"world_size": "--num_devices sets the stages", "num_devices": "--world_size works"}
-FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118)
 
 documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
 
@@ -93,9 +92,8 @@ def begin(kind: type[O], description: str | None) -> O:
 def make_parser(kind: type[Options], description: str | None) -> Parser:
     """A parser of the options of a program, which finds those that were typed alone."""
     parser = Parser(
-        description=description, fromfile_prefix_chars="@", argument_default=argparse.SUPPRESS,
-        formatter_class=FORMATTER,
-    )  # fmt: skip
+        description=description, fromfile_prefix_chars="@", argument_default=argparse.SUPPRESS
+    )
     if not kind.HAS_STRATEGIES:
         add_options(parser, kind)
         return parser
@@ -104,9 +102,8 @@ def make_parser(kind: type[Options], description: str | None) -> Parser:
     )
     for name, row in STRATEGIES.items():
         command = commands.add_parser(
-            name, help=row.summary, description=page_of(name), formatter_class=FORMATTER,
-            argument_default=argparse.SUPPRESS,
-        )  # fmt: skip
+            name, help=row.summary, description=page_of(name), argument_default=argparse.SUPPRESS
+        )
         add_options(command, kind, name)
     return parser
 

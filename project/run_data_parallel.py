@@ -1,7 +1,7 @@
 """Trains GPT-2 to translate, with data parallelism on several processes.
 
 Every process holds the whole model and a part of each batch; gradients are averaged over the
-processes while they are computed. The losses are those of one process with the whole batch.
+processes. The losses are those of one process with the whole batch.
 
     python project/run_data_parallel.py --world_size 2 --batch_size 128 --n_epochs 10
     torchrun --nproc-per-node 2 project/run_data_parallel.py

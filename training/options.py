@@ -283,7 +283,7 @@ class DataParallel:
 
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
     """how gradients are averaged: one all-reduce per parameter after backward, one for all, or
-    buckets that overlap with backward"""
+    buckets that leave while backward runs (CPU ranks of one host read them after it)"""
     bucket_mb: Positive | None = None
     """size of a bucket in MiB, for --gradient_sync overlap; default: 4, or 25 over NCCL"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -305,6 +306,20 @@ def test_a_host_with_fewer_gpus_has_the_same_options(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         found.append(parse(DP))
     assert found[0] == found[1]
+
+
+def test_under_torchrun_the_first_rank_of_each_host_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules may ask the hub. Of a resume rank 0, since other hosts may have no checkpoint."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    for rank, local_rank, line, checks in (
+        (0, 0, "", True), (1, 1, "", False), (2, 0, "", True), (2, 0, "--resume", False)
+    ):  # fmt: skip
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        with pytest.raises(UserError) if checks else nullcontext():
+            parse(f"{DP} --vocab_size 258 {line}")
 
 
 @pytest.mark.parametrize(("gpus", "started", "line", "expected"), MACHINES)

@@ -139,6 +139,20 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert len(summary()["loss"]) == 8
 
 
+def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
+    """As a host with a folder of its own."""
+    if rank == 1:
+        patches.setattr("training.resume.newest", lambda _: (None, []))
+
+
+def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -> None:
+    run(f"train ddp {TINY} --n_epochs 1 --dropout 0.2 --save_every 1", ranks, stop_at=2)
+    printed, error = run("train ddp --resume", ranks, without_a_checkpoint)
+    assert error is None, error
+    assert ": 2 steps done." in printed
+    assert (summary()["dropout"], len(summary()["loss"])) == (0.2, 4)
+
+
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
