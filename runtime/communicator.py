@@ -31,8 +31,9 @@ of that for the others; in memory it writes G and reads up to t G. Two slots per
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,16 +44,23 @@ from torch import Tensor
 from .buffers import Buffers, SharedBuffers, all_gather, start_reduce_scatter
 from .recorder import Recorder, acting
 from .shared_memory import SharedMemory, add_up, aligned, sum_into, wide
+from .waits import control_device
 
 Finish = Callable[[], Tensor]
 """Waits for a started collective and returns its result. Must be called before the next start."""
+
+Started = tuple[Callable[[], object], Finish]
+"""How to wait for a collective, and how to read its result then."""
+
+Lengths = Sequence[Sequence[int]]
+"""By sender and receiver."""
 
 _SLOTS = 2
 
 
 class Communicator:
     """A group of ranks. All call the same methods in the same order, with tensors of the same
-    shapes.
+    shapes; in an all-to-all their numbers of rows may differ.
 
     Args:
         group: their process group; None: this rank is alone.
@@ -100,6 +108,32 @@ class Communicator:
         """All ranks' `x`, concatenated along `dim`."""
         return self.start_all_gather(x, dim)()
 
+    def start_all_to_all(self, x: Tensor, lengths: Lengths) -> Finish:
+        """Begins to exchange rows, of which each rank may send and get another number.
+
+        Args:
+            x: this rank's rows, those for rank 0 first: lengths[rank][0] of them, and so on.
+            lengths: by sender and receiver, the number of rows; the same on all ranks, for example
+                from `gather_numbers`.
+
+        Returns:
+            What has the rows for this rank, those of rank 0 first.
+        """
+        return self._start("all_to_all", x, 0, lengths)
+
+    def all_to_all(self, x: Tensor, lengths: Lengths) -> Tensor:
+        """See `start_all_to_all`."""
+        return self.start_all_to_all(x, lengths)()
+
+    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """All ranks' numbers, by rank, of which each has as many. Waits for a GPU only if the group
+        has no CPUs."""
+        if self.group is not None:
+            device = control_device(self.group, device)
+        x = torch.tensor([numbers], device=device)
+        gathered: list[list[int]] = self.all_gather(x, 0).tolist()
+        return gathered
+
     def shard_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor along `dim`: a view."""
         size, rest = divmod(x.size(dim), self.size)
@@ -124,15 +158,18 @@ class Communicator:
                 return SharedBuffers(memory, self.recorder)
         return Buffers(device, self.group, self.recorder, comm_dtype)
 
-    def _start(self, kind: str, x: Tensor, dim: int) -> Finish:
+    def _start(self, kind: str, x: Tensor, dim: int, lengths: Lengths = ()) -> Finish:
         if self.size == 1:
             return lambda: x
         start: float | None = time.perf_counter()
         begin = self._in_group
-        if self._through_memory(x):
+        nbytes = x.nbytes
+        if lengths:  # the same on all ranks
+            nbytes = max(map(sum, lengths)) * math.prod(x.shape[1:]) * x.itemsize
+        if self._through_memory(x.device, nbytes):
             begin, start = self._in_memory, None  # nothing happens until it is finished
         with acting(self.recorder, kind) if start is None else nullcontext():
-            wait, result = begin(kind, x, dim)
+            wait, result = begin(kind, x, dim, lengths)
 
         def finish() -> Tensor:
             with acting(self.recorder, kind, start=start):
@@ -141,8 +178,7 @@ class Communicator:
 
         return finish
 
-    def _in_group(self, kind: str, x: Tensor, dim: int) -> tuple[Callable[[], object], Finish]:
-        """Starts it; returns how to wait for it, and how to read the result then."""
+    def _in_group(self, kind: str, x: Tensor, dim: int, lengths: Lengths) -> Started:
         options: Any = {"group": self.group, "async_op": True}
         if kind == "all_reduce":
             total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)  # x is kept
@@ -151,31 +187,39 @@ class Communicator:
             parts = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # by rank, along dim 0
             work, terms = start_reduce_scatter(parts, self.group)
             return work.wait, lambda: add_up(terms).to(x.dtype)
+        if kind == "all_to_all":
+            received = [row[self.rank] for row in lengths]
+            rows = x.new_empty(sum(received), *x.shape[1:])
+            sizes = received, list(lengths[self.rank])
+            work = dist.all_to_all_single(rows, x.contiguous(), *sizes, **options)
+            return work.wait, lambda: rows
         whole = x.new_empty(self.size, *x.shape)  # by rank
         work = all_gather(whole.flatten(0, 1), x.contiguous(), **options)
         return work.wait, lambda: torch.cat(whole.unbind(), dim)
 
-    def _through_memory(self, x: Tensor) -> bool:
-        if self._share and x.device.type == "cpu" and x.nbytes > self._slot_bytes:
+    def _through_memory(self, device: torch.device, nbytes: int) -> bool:
+        if self._share and device.type == "cpu" and nbytes > self._slot_bytes:
             # Pages that are never touched take no memory.
-            self._slot_bytes = aligned(max(2 * x.nbytes, 1 << 24))  # 16 MiB or more
+            self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))  # 16 MiB or more
             self._memory = SharedMemory.open(_SLOTS * self._slot_bytes, self.group)
             self._share = self._memory is not None  # found out by the first call
-        return self._share and x.device.type == "cpu"
+        return self._share and device.type == "cpu"
 
-    def _in_memory(self, kind: str, x: Tensor, dim: int) -> tuple[Callable[[], object], Finish]:
-        """Writes `x` where the others can read it, and announces it; returns as `_in_group`."""
+    def _in_memory(self, kind: str, x: Tensor, dim: int, lengths: Lengths) -> Started:
+        """Writes `x` where the others can read it, and announces it."""
         assert self._memory is not None
         if self._under_way:
             raise RuntimeError("finish a collective before the next one is started")
         self._under_way = True
         self._turn += 1  # the other slot, which all have read
         begin = self._turn % _SLOTS * self._slot_bytes
+        shapes = [(sum(row), *x.shape[1:]) for row in lengths] or [x.shape] * self.size
         views = [  # by rank
-            self._memory.view(r, begin, x.numel(), x.dtype).view(x.shape) for r in range(self.size)
+            self._memory.view(r, begin, math.prod(shape), x.dtype).view(shape)
+            for r, shape in enumerate(shapes)
         ]
         views[self.rank].copy_(x)  # before it is announced
-        all_have_written = self._memory.announce(kind, x.numel(), x.dtype)
+        all_have_written = self._memory.announce(kind, lengths or x.numel(), x.dtype)
 
         def wait() -> None:
             self._under_way = False
@@ -184,6 +228,9 @@ class Communicator:
         def result() -> Tensor:  # after the wait: all ranks' slots are written
             if kind == "all_gather":
                 return torch.cat(views, dim)
+            if kind == "all_to_all":
+                by_sender = zip(views, lengths, strict=True)
+                return torch.cat([view.split(list(row))[self.rank] for view, row in by_sender])
             if kind == "reduce_scatter":
                 return add_up([self.shard_of(view, dim) for view in views])
             total = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -47,6 +47,28 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
+def rows_exchanged(rank: int, size: int, share: bool) -> list[list[list[int]]]:
+    """Rank r sends r * q rows to rank q, so rank 0 none; then a thousand times as many, more than
+    the first memory holds."""
+    with processes.sharing(share):
+        mine, found = Communicator(torch.distributed.group.WORLD), []
+        for times in (1, 1 << 20):
+            lengths = mine.gather_numbers([rank * q * times for q in range(size)], RAMP.device)
+            x = torch.cat([torch.full((n, 1), 10 * rank + q) for q, n in enumerate(lengths[rank])])
+            y = mine.all_to_all(x, lengths)
+            found.append(y[::times].tolist())
+            assert mine.all_to_all(y, [*zip(*lengths, strict=True)]).equal(x)  # and back
+        return found
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_rank_may_send_and_get_another_number_of_rows(
+    three_ranks: processes.Ranks, share: bool
+) -> None:
+    want = [[], [[11], [21], [21]], [[12], [12], [22], [22], [22], [22]]]
+    assert three_ranks.run(rows_exchanged, share) == [[rows, rows] for rows in want]
+
+
 OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
     "kind": lambda mine, x, rank: mine.all_reduce(x) if rank else mine.all_gather(x, 0),
     "size": lambda mine, x, rank: mine.all_reduce(x if rank else x[:2]),
