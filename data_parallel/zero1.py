@@ -31,7 +31,7 @@ from .shards import Unit
 BYTES_AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
 
 
-class _Part(NamedTuple):
+class _Segment(NamedTuple):
     """The parameters of one kind."""
 
     unit: Unit
@@ -54,9 +54,9 @@ class ShardedOptimizer:
         sharded.optimizer.step()    # then `publish`
 
     Args:
-        parameters: of this rank, by name, all of one dtype and trained, the same on all `ranks`.
-            Their data moves into the flat tensors. One without a gradient counts as having zeros:
-            AdamW lets it decay.
+        parameters: of this rank, by name, all of one dtype and trained, the same on all ranks of
+            the communicator. Their data moves into the flat tensors. One without a gradient counts
+            as having zeros: AdamW lets it decay.
         make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
         kind: of a name; parameters of different kinds go into different flat tensors.
 
@@ -72,50 +72,52 @@ class ShardedOptimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        ranks: Communicator,
+        communicator: Communicator,
         kind: Callable[[str], Any],
     ) -> None:
-        self.ranks = ranks
+        self.communicator = communicator
         named: dict[Any, list[tuple[str, nn.Parameter]]] = {}  # by kind, in one order on all ranks
         for name, p in parameters.items():
             if not p.requires_grad:  # in a shard of trained ones it would decay
                 raise ValueError(f"{name} is frozen, and stays on every rank: leave it out")
             named.setdefault(kind(name), []).append((name, p))
-        self._parts = []
+        self._segments = []
         for i, group in enumerate(named.values()):
-            unit = Unit(i, (), group, ranks.size)
+            unit = Unit(i, (), group, communicator.size)
             flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0][1].device)  # [numel]
             for (_, p), view in zip(group, unit.views(flat), strict=True):
                 p.data = view.copy_(p.detach())
-            shard = nn.Parameter(flat[unit.shard_slice(ranks.rank)])
-            self._parts.append(_Part(unit, [p for _, p in group], flat, shard))
-        self.shards = {key: part.shard for key, part in zip(named, self._parts, strict=True)}
+            shard = nn.Parameter(flat[unit.shard_slice(communicator.rank)])
+            self._segments.append(_Segment(unit, [p for _, p in group], flat, shard))
+        self.shards = dict(zip(named, (segment.shard for segment in self._segments), strict=True))
         self.optimizer = make_optimizer(list(self.shards.values()))
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     def reduce(self) -> None:
         """Sums the parameters' gradients over the ranks into the gradients of the shards."""
-        for part in self._parts:
-            unit, parameters, _, shard = part
+        for segment in self._segments:
+            unit, parameters, _, shard = segment
             whole = shard.new_zeros(unit.numel)  # stays zero in gaps and without p.grad
             for p, view in zip(parameters, unit.views(whole), strict=True):
                 if p.grad is not None:
                     view.copy_(p.grad)
                     p.grad = None  # freed one by one, as `whole` fills
-            by_rank = whole.view(self.ranks.size, -1)  # [W, shard_numel]
+            by_rank = whole.view(self.communicator.size, -1)  # [W, shard_numel]
             shard.grad = torch.empty_like(shard)
-            for here in part.stretches():
-                shard.grad[here] = self.ranks.reduce_scatter(by_rank[:, here].flatten(), 0)
+            for stretch in segment.stretches():
+                terms = by_rank[:, stretch].flatten()
+                shard.grad[stretch] = self.communicator.reduce_scatter(terms, 0)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks."""
-        for part in self._parts:
-            by_rank = part.flat.view(self.ranks.size, -1)  # [W, shard_numel], and so the parameters
-            for here in part.stretches():
-                new = self.ranks.all_gather(part.shard.detach()[here], 0)
-                by_rank[:, here] = new.view(self.ranks.size, -1)
+        for segment in self._segments:
+            # [W, shard_numel], and so the parameters, which are views of it
+            by_rank = segment.flat.view(self.communicator.size, -1)
+            for stretch in segment.stretches():
+                new = self.communicator.all_gather(segment.shard.detach()[stretch], 0)
+                by_rank[:, stretch] = new.view(self.communicator.size, -1)
 
     def units(self) -> list[tuple[Unit, nn.Parameter]]:
         """Each flat tensor's layout, and this rank's part of it."""
-        return [(part.unit, part.shard) for part in self._parts]
+        return [(segment.unit, segment.shard) for segment in self._segments]

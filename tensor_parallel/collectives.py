@@ -12,8 +12,9 @@ forward:
     gather          all-gather          reduce-scatter      the same places, if each rank has a
     scatter         reduce-scatter      all-gather          part of the sequence in between
 
-A column-parallel matrix writes its backward, too: its collective runs beside its second product
-(runtime/linear.py).
+A column-parallel matrix writes its backward, too: its collective is started before its second
+product and finished after it (`linear` in runtime/linear.py). Through a process group it travels in
+between; through shared memory a rank only waits less for one that is late.
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `all_reduce`);
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`,

@@ -16,8 +16,8 @@ With `sequence_parallel` each rank holds some positions of the activations betwe
 gathered before the next pair. These activations take 1/t of the memory. As many bytes are sent,
 plus, in backward, the inputs of column-parallel matrices once more.
 
-Backward sums the gradient of x over the ranks while it computes the gradient of w, unless that is
-left for later (runtime/linear.py).
+Backward starts the sum of the gradient of x over the ranks before it computes the gradient of w,
+unless that is left for later (runtime/linear.py), and finishes it after.
 
 Shapes: B examples, T positions, C width, K features in, N features out, t ranks. Weights are K N,
 like GPT-2's `Conv1D`.
