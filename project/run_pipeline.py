@@ -73,16 +73,16 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
 
 def decided(args: PipelineOptions) -> dict[str, Any]:
     """The options whose value the mode and the course's form decide."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if args.model_parallel_mode == "none":
-        found |= {"num_devices": 1, "balance": "uniform"}
+        values |= {"num_devices": 1, "balance": "uniform"}
     if args.model_parallel_mode != "pipeline_parallel":  # one device computes at a time
-        found |= {"schedule": "sequential", "chunks": 1}
+        values |= {"schedule": "sequential", "chunks": 1}
         if args.pipeline == "blocks":
-            found["num_microbatches"] = 1
+            values["num_microbatches"] = 1
     elif args.pipeline == "blocks":
-        found |= {"schedule": "gpipe", "chunks": 1}
-    return found
+        values |= {"schedule": "gpipe", "chunks": 1}
+    return values
 
 
 def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:

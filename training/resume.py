@@ -191,8 +191,8 @@ class Saving:
 
     def after_step(self, epoch: int, totals: Totals, now: bool = False) -> None:
         """Saves every --save_every steps, or now."""
-        every = self.args.save_every
-        if now or (every and self.optimizer.steps % every == 0):
+        interval = self.args.save_every
+        if now or (interval and self.optimizer.steps % interval == 0):
             self.save(epoch, totals)
 
     @contextmanager
@@ -227,8 +227,8 @@ class Saving:
         if not self.args.keep or steps <= self.saved:
             return
         self.prune()  # first: no step has shown yet that what is saved now is finite
-        mine = (totals.positions, totals.tokens, totals.seconds)
-        shares = world.of_parts(model.dp_rank, mine)
+        share = (totals.positions, totals.tokens, totals.seconds)
+        shares = world.of_parts(model.dp_rank, share)
         positions, tokens, _ = map(sum, zip(*shares, strict=True))
         state = {
             **self.optimizer.state_dict(),
