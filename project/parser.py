@@ -65,12 +65,11 @@ def parse_options(kind: type[O], description: str | None, argv: Sequence[str] | 
 
 def strategy_first(words: list[str]) -> list[str]:
     """The command line with the strategy's word in front, wherever it is typed."""
-    flags = {field.name for field in fields(Options) if field.type == "bool"}
-    value = False  # whether a word is the value of the option before it
+    names = [field.name for field in fields(Options) if field.type != "bool"]
+    with_value = {word for name in names for word in spellings(name)}
     for i, word in enumerate(words):
-        if word in STRATEGIES and not value:
+        if word in STRATEGIES and not (i and words[i - 1] in with_value):
             return [word, *words[:i], *words[i + 1 :]]
-        value = word.startswith("-") and "=" not in word and word.lstrip("-") not in flags
     return words
 
 
