@@ -45,8 +45,8 @@ def materialize(
     """Gives the module's tensors on the meta device memory and values, and moves the others to
     `device`. Tied parameters stay one. Returns `names` with the new tensors."""
     made: dict[Tensor, Tensor] = {}  # by the empty one
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
+    for submodule in module.modules():
+        for table in (submodule._parameters, submodule._buffers):
             for key, empty in table.items():
                 if empty is None or not empty.is_meta:
                     continue

@@ -71,29 +71,29 @@ class TensorShard:
 
     def of(self, whole: Tensor) -> Tensor:
         """The rank's part of the whole parameter, and zeros, so that all ranks' have one size."""
-        mine = torch.cat([whole.narrow(self.dim, *at) for at in self.ranges], self.dim)
+        ranges = torch.cat([whole.narrow(self.dim, *at) for at in self.ranges], self.dim)
         sizes = list(whole.shape)
         length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of a range, of rank 0
-        sizes[self.dim] = self.blocks * length - mine.size(self.dim)
-        return torch.cat([mine, whole.new_zeros(sizes)], self.dim)
+        sizes[self.dim] = self.blocks * length - ranges.size(self.dim)
+        return torch.cat([ranges, whole.new_zeros(sizes)], self.dim)
 
     def rectangles(
         self, offsets: Sequence[int], tensor: Tensor
     ) -> list[tuple[tuple[int, ...], Tensor]]:
         """Maps `tensor`, a rectangle at `offsets` of the rank's part, to the whole parameter: the
         offsets there, and a view of `tensor`, for each range that it overlaps."""
-        found = []
+        rectangles = []
         begin, end = offsets[self.dim], offsets[self.dim] + tensor.size(self.dim)
-        here = 0  # the start of the range in the rank's part
+        at_shard = 0  # the start of the range in the shard
         for start, length in self.ranges:
-            first, last = max(begin, here), min(end, here + length)  # overlap, in the part
+            first, last = max(begin, at_shard), min(end, at_shard + length)  # overlap, in the shard
             if first < last:
                 at = list(offsets)
-                at[self.dim] = start + first - here
+                at[self.dim] = start + first - at_shard
                 view = tensor.narrow(self.dim, first - begin, last - first)
-                found.append((tuple(at), view))
-            here += length
-        return found
+                rectangles.append((tuple(at), view))
+            at_shard += length
+        return rectangles
 
 
 def degrees(num_heads: int, vocabulary: int) -> list[int]:
@@ -130,18 +130,18 @@ def cut_matrices(
         )
     shards: dict[str, TensorShard] = {}
 
-    def part(name: str, p: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
+    def shard(name: str, p: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
         """This rank's part of each of the equal `blocks` of a parameter along `dim`."""
         shards[name] = TensorShard(tuple(p.shape), dim, blocks, ranks.rank, ranks.size)
         return nn.Parameter(shards[name].of(p.detach()), p.requires_grad)
 
     def columns(name: str, layer: Any, blocks: int = 1) -> ColumnParallelLinear:
-        weight = part(f"{name}.weight", layer.weight, 1, blocks)  # [K, N/t]
-        bias = part(f"{name}.bias", layer.bias, 0, blocks)  # [N/t]
+        weight = shard(f"{name}.weight", layer.weight, 1, blocks)  # [K, N/t]
+        bias = shard(f"{name}.bias", layer.bias, 0, blocks)  # [N/t]
         return ColumnParallelLinear(weight, ranks, sequence_parallel, bias)
 
     def rows(name: str, layer: Any) -> RowParallelLinear:
-        weight = part(f"{name}.weight", layer.weight, 0)  # [K/t, N]
+        weight = shard(f"{name}.weight", layer.weight, 0)  # [K/t, N]
         return RowParallelLinear(weight, ranks, sequence_parallel, layer.bias)  # whole bias
 
     body = model.transformer
@@ -152,8 +152,8 @@ def cut_matrices(
         block.mlp.c_fc = columns(f"{at}.mlp.c_fc", block.mlp.c_fc)
         block.mlp.c_proj = rows(f"{at}.mlp.c_proj", block.mlp.c_proj)
     tied = model.lm_head.weight is body.wte.weight  # asked before wte changes
-    wte = part("transformer.wte.weight", body.wte.weight, 0)  # [rows, C]
-    head = wte if tied else part("lm_head.weight", model.lm_head.weight, 0)
+    wte = shard("transformer.wte.weight", body.wte.weight, 0)  # [rows, C]
+    head = wte if tied else shard("lm_head.weight", model.lm_head.weight, 0)
     body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel)
     model.lm_head = VocabularyParallelHead(head, config.vocab_size, ranks)
     return shards

@@ -248,11 +248,9 @@ def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> li
     batches = task.validation_batches(model.dp_rank, model.dp_size)
     with model.evaluating():
         output = model.outputs(batches[0][0] if batches else None)
-    mine = (
-        None if output is None else (model.dp_rank, output.cpu())
-    )  # one rank of each part sees it
-    found = sorted((f for f in world.gather(mine) if f), key=lambda f: f[0])
-    return [output for _, output in found] if world.is_main else []
+    seen = {} if output is None else {model.dp_rank: output.cpu()}  # one rank of each part sees it
+    by_part = {part: output for outputs in world.gather(seen) for part, output in outputs.items()}
+    return [by_part[part] for part in sorted(by_part)] if world.is_main else []
 
 
 def check(

@@ -350,8 +350,8 @@ def _loading(folder: Path) -> Iterator[None]:
 def _identity(folder: Path) -> tuple[int, ...]:
     """Of this host's file: ranks that see the same one share a folder. () if there is none."""
     with suppress(OSError):
-        found = (folder / METADATA).stat()
-        return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
+        status = (folder / METADATA).stat()
+        return status.st_ino, status.st_ctime_ns  # no copy of the file has the same
     return ()
 
 
@@ -374,8 +374,8 @@ class Checkpoint:
     @property
     def tensors(self) -> Mapping[str, Any]:
         """The library's description of each by name, with `size` and `properties.dtype`."""
-        found: Mapping[str, Any] = self.metadata.state_dict_metadata
-        return found
+        by_name: Mapping[str, Any] = self.metadata.state_dict_metadata
+        return by_name
 
     def read(self, file: str) -> bytes:
         """One of the small files that were saved with it."""
@@ -432,14 +432,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Every weight by name, whole, in this process."""
-    found = {
+    weights = {
         name.removeprefix("model."): torch.empty(t.size, dtype=t.properties.dtype)
         for name, t in checkpoint.tensors.items()
         if name.startswith("model.")
     }
-    held = [Held.whole(f"model.{name}", t) for name, t in found.items()]
+    held = [Held.whole(f"model.{name}", t) for name, t in weights.items()]
     Saver(checkpoint.folder.parent).load(checkpoint, held)
-    return found
+    return weights
 
 
 # `.metadata` is a pickle, which can run code: it is read with these classes alone. The entries of a

@@ -84,7 +84,7 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     alike: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return [torch.stack(torch._foreach_norm(some)) for some in alike.values()]
+    return [torch.stack(torch._foreach_norm(group)) for group in alike.values()]
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -125,8 +125,8 @@ class Optimizers:
         self._world = world or World()
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
-        mine = None if counted is None else set(counted)
-        self._counted = [[p for p in ps if mine is None or p in mine] for ps in self._owned]
+        ours = {p for ps in self._owned for p in ps} if counted is None else {*counted}
+        self._counted = [[p for p in ps if p in ours] for ps in self._owned]
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -188,9 +188,9 @@ class Optimizers:
         float64: the same on all ranks. Waits for no GPU."""
         rank, world_size = self._world.rank, self._world.world_size
         device = device_of_float64(self._world.device)
-        here = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
-        found = self._run(lambda i: norms_of(_gradients(self._counted[i])))
-        norms = [here(vector).double() for vectors in found for vector in vectors]
+        to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
+        by_optimizer = self._run(lambda i: norms_of(_gradients(self._counted[i])))
+        norms = [to_facts(vector).double() for vectors in by_optimizer for vector in vectors]
         # [squared norm | a loss per rank | counts]; each rank fills in its own, the sum has all.
         facts = to_device(
             torch.tensor([0.0] * (1 + world_size) + list(counts), dtype=torch.float64), device
@@ -198,7 +198,7 @@ class Optimizers:
         if norms:
             # In the order of the parameters: the sum does not depend on where stages are cut.
             facts[0] = torch.cat(norms).square().cumsum(0)[-1]
-        facts[1 + rank] = here(loss)  # apart: an error names the rank
+        facts[1 + rank] = to_facts(loss)  # apart: an error names the rank
         self._world.sum(facts)
         return facts
 

@@ -40,8 +40,8 @@ def run_things(
     checkpoint, so it is not compared.)"""
     compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
     splits = {f"the {split} data": value for split, value in data.items()}
-    found = {name: value.encode() for name, value in (compared | splits).items()}
-    return {**found, "the model": model}
+    encoded = {name: value.encode() for name, value in (compared | splits).items()}
+    return {**encoded, "the model": model}
 
 
 def check_same(world: World, things: Mapping[str, bytes]) -> None:
@@ -51,8 +51,8 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
     Raises:
         RunError: on all ranks, with the names of what differs, and on which ranks.
     """
-    mine = {**things, "the type of device": world.device.type.encode()}
-    if different := _different(world, mine.items()):
+    compared = {**things, "the type of device": world.device.type.encode()}
+    if different := _different(world, compared.items()):
         raise RunError(
             f"not the same on all ranks: {different}; every host needs the same options, data, "
             "model and tokenizer: remove what earlier runs left in --workdir there"
@@ -78,11 +78,11 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
 
 def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -> str:
     """What differs among the ranks that have a thing of the same name, and where; or nothing."""
-    mine = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
+    hashes = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
     first: dict[str, tuple[int, bytes]] = {}  # by name, its first holder, and the hash there
     others: dict[str, list[int]] = {}  # by name, the ranks where it differs from that
-    for rank, found in enumerate(world.gather(mine)):
-        for name, digest in found.items():
+    for rank, of_rank in enumerate(world.gather(hashes)):
+        for name, digest in of_rank.items():
             if first.setdefault(name, (rank, digest))[1] != digest:
                 others.setdefault(name, []).append(rank)
     texts = []

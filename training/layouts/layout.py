@@ -89,11 +89,8 @@ class Held:
 
     @property
     def label(self) -> str:
-        """The name, and which rectangle it is if it is not the whole, as w[0:2, 4:8]."""
-        if self.tensor.shape == self.shape:
-            return self.name
-        sides = zip(self.offsets, self.tensor.shape, strict=True)
-        return f"{self.name}[{', '.join(f'{at}:{at + size}' for at, size in sides)}]"
+        """The name, and where the rectangle begins, unless that is where the tensor does."""
+        return f"{self.name} from {self.offsets}" if any(self.offsets) else self.name
 
 
 def state_bytes(
@@ -112,8 +109,8 @@ def state_bytes(
 def parameters_of(held: Iterable[Held], axis: str | None = None) -> list[nn.Parameter]:
     """The parameters of records, each once, in their order: all, or those of which ranks along an
     axis hold the same."""
-    some = (x.parameter for x in held if axis is None or axis in x.replicas)
-    return list(dict.fromkeys(p for p in some if p is not None))
+    chosen = (x.parameter for x in held if axis is None or axis in x.replicas)
+    return list(dict.fromkeys(p for p in chosen if p is not None))
 
 
 class LaidOutModel(ABC):

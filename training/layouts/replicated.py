@@ -122,8 +122,8 @@ class Replicated(LaidOutModel):
         # Evaluation has other shapes, of which each would be compiled.
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with self.setup.autocast(self.devices[0]), eager:
-            found: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
-        return found
+            output: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
+        return output
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Every rank finds its own."""

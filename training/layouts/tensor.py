@@ -77,9 +77,9 @@ class CutTask:
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
         if name in self.shards:
-            every = p.new_empty(self.shards[name].shape)  # the whole parameter, for a moment
-            self.task.initialize(name, every)
-            p.copy_(self.shards[name].of(every))
+            whole = p.new_empty(self.shards[name].shape)  # the whole parameter, for a moment
+            self.task.initialize(name, whole)
+            p.copy_(self.shards[name].of(whole))
         else:
             self.task.initialize(name, p)
 
@@ -109,8 +109,8 @@ class CutTask:
         """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
         if not self.shards:
             return output
-        every = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
-        return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
+        logits = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
+        return logits[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
         """The most probable tokens, on every rank, from the ranks' parts of the logits."""
@@ -139,7 +139,7 @@ class CutTask:
         these whole parameters on its own positions. In the order of the ranks: each replica sums in
         a group of its own, and all must get the same bits."""
         if self.sequence_parallel:
-            self._replace_gradients(parameters, lambda every: add_up(every.unbind()))
+            self._replace_gradients(parameters, lambda by_rank: add_up(by_rank.unbind()))
 
     def copy_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gives every rank the first one's gradients of parameters that all ranks hold whole.
@@ -147,7 +147,7 @@ class CutTask:
         Each rank adds them up over replicas in a group of its own. With three or more replicas the
         order of the addition decides the last bits, and NCCL chooses one for each group.
         """
-        self._replace_gradients(parameters, lambda every: every[0])
+        self._replace_gradients(parameters, lambda by_rank: by_rank[0])
 
     @torch.no_grad()
     def _replace_gradients(
@@ -158,8 +158,8 @@ class CutTask:
         if self.ranks.size == 1 or not gradients:
             return
         flat = torch.cat([g.flatten() for g in gradients])
-        found = by(self.ranks.all_gather(flat[None], 0))
-        copy_back(found, gradients)  # in place: optimizers and buckets hold these tensors
+        replaced = by(self.ranks.all_gather(flat[None], 0))
+        copy_back(replaced, gradients)  # in place: optimizers and buckets hold these tensors
 
 
 class MeshLayout(LaidOutModel):

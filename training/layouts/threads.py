@@ -101,8 +101,8 @@ class StagesInThreads(_InOneProcess):
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
         self.pipe.split_size = max(1, -(-batch_size(x) // self.num_microbatches))
         with self.setup.autocast(self.devices[0]):
-            found: Tensor = self.pipe(x)  # [N, V], of all micro-batches
-        return found
+            output: Tensor = self.pipe(x)  # [N, V], of all micro-batches
+        return output
 
     def close(self) -> None:
         """Ends the worker threads."""
