@@ -352,8 +352,8 @@ class FullyShardedDataParallel:
         guard = Guard()
         guard.enter(wanted)
         guard.check_no_foreign_leaves(loss, f"the loss after {self.layers[-1].name}")
-        found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-        of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+        of_tensor = {id(y): dy for y, dy in zip(wanted, gradients, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
 
     def _start_reduce(self, layer: int, gradients: Mapping[int, Sequence[Tensor | None]]) -> None:

@@ -171,12 +171,12 @@ class GatheredLayer:
         if not self._torchs_own:  # else a checkpoint may run its part of the forward again
             self._put(self._empty | {u.unit.index: u.parameters() for u in self.regathered})
         try:
-            of_inputs, found = graph.differentiate(flat, gradients)
+            of_inputs, of_parameters = graph.differentiate(flat, gradients)
         finally:
             if not self._torchs_own:
                 self._put(self._empty)
-        found = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
-        return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
+        dense = {p: g.to_dense() if g.is_sparse else g for p, g in of_parameters.items()}
+        return of_inputs, {u: [dense.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
         for place in self._places:

@@ -224,9 +224,9 @@ class SharedBuffers(Buffers):
                 self.terms.give(memory)
             self._being_read = [s.lent for s in sums]
             for s in sums:
-                mine = s.whole.chunk(self.size)[self.rank] if len(s.whole) else s.whole
-                parts = self.memory.by_rank(mine)
-                sum_into(parts, [s.target], accumulate=s.accumulate)  # nobody else reads target
+                part = s.whole.chunk(self.size)[self.rank] if len(s.whole) else s.whole
+                by_rank = self.memory.by_rank(part)
+                sum_into(by_rank, [s.target], accumulate=s.accumulate)  # nobody else reads target
 
         return finish
 
@@ -241,7 +241,7 @@ class SharedBuffers(Buffers):
 
 
 def start_reduce_scatter(
-    whole: Tensor, group: dist.ProcessGroup | None, mine: Tensor | None = None
+    whole: Tensor, group: dist.ProcessGroup | None, target: Tensor | None = None
 ) -> tuple[Any, list[Tensor]]:
     """Begins to sum all ranks' `whole`, of which each rank gets a part along the first dimension.
 
@@ -249,20 +249,20 @@ def start_reduce_scatter(
     parts, and each adds up what it gets.
 
     Args:
-        mine: memory for this rank's part of the sum, where the group sums.
+        target: memory for this rank's part of the sum, where the group sums.
 
     Returns:
         What to wait for; and then the terms of this rank's part: of gloo one of each rank, else the
-        sum alone, in `mine` if it is given.
+        sum alone, in `target` if it is given.
     """
     size = dist.get_world_size(group)
     if dist.get_backend(group) == "gloo":
         terms = torch.empty_like(whole)  # by rank
         work = dist.all_to_all_single(terms, whole, group=group, async_op=True)
         return work, list(terms.chunk(size))
-    if mine is None:
-        mine = whole.new_empty(whole.size(0) // size, *whole.shape[1:])
-    return dist.reduce_scatter_single(mine, whole, group=group, async_op=True), [mine]
+    if target is None:
+        target = whole.new_empty(whole.size(0) // size, *whole.shape[1:])
+    return dist.reduce_scatter_single(target, whole, group=group, async_op=True), [target]
 
 
 all_gather: Any = dist.all_gather_single  # torch 2.13 warns about its older name

@@ -38,15 +38,15 @@ Wait = Callable[[], None]
 """Waits for something that was started. Call each once, in the order of the starts."""
 
 
-def add_up(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single part is
+def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single term is
     returned as it is. `out`: memory for the sum of wider numbers."""
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.add(parts[0].to(wide(parts[0])), parts[1], out=out)  # in the wide type
-    for part in parts[2:]:
-        total += part
-    return total.to(parts[0].dtype)
+    if len(terms) == 1:
+        return terms[0]
+    total = torch.add(terms[0].to(wide(terms[0])), terms[1], out=out)  # in the wide type
+    for term in terms[2:]:
+        total += term
+    return total.to(terms[0].dtype)
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -55,26 +55,26 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def sum_into(
-    parts: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
+    terms: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
 ) -> None:
-    """Writes the sum of the parts, divided by `divisor`, into every target, or adds it to the
-    target (`accumulate`). A target may be one of the parts. On a CPU works on chunks that stay in
+    """Writes the sum of the terms, divided by `divisor`, into every target, or adds it to the
+    target (`accumulate`). A target may be one of the terms. On a CPU works on chunks that stay in
     cache."""
     first = targets[0]
-    chunk = ELEMENTS_AT_ONCE if first.device.type == "cpu" else max(1, first.numel())
-    # Built up in the first target, a sum takes half the time; later parts must not lie there.
-    direct = len(parts) > 1 and not accumulate and first.dtype == wide(parts[0]) == parts[0].dtype
-    direct = direct and all(first.data_ptr() != part.data_ptr() for part in parts[2:])
-    for begin in range(0, first.numel(), chunk):
-        here = slice(begin, begin + chunk)
-        total = add_up([part[here] for part in parts], first[here] if direct else None)
+    size = ELEMENTS_AT_ONCE if first.device.type == "cpu" else max(1, first.numel())
+    # Built up in the first target, a sum takes half the time; later terms must not lie there.
+    direct = len(terms) > 1 and not accumulate and first.dtype == wide(terms[0]) == terms[0].dtype
+    direct = direct and all(first.data_ptr() != term.data_ptr() for term in terms[2:])
+    for begin in range(0, first.numel(), size):
+        chunk = slice(begin, begin + size)
+        total = add_up([term[chunk] for term in terms], first[chunk] if direct else None)
         if divisor > 1:
             total = torch.div(total, divisor, out=total if direct else None)
         for target in targets[direct:]:  # not the first, if the sum was built up there
             if accumulate:
-                target[here] += total
+                target[chunk] += total
             else:
-                target[here] = total
+                target[chunk] = total
 
 
 def aligned(nbytes: int) -> int:
