@@ -120,6 +120,7 @@ def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
     assert rows(short) == [([5, 6], 2, 0), ([8, 60000], 1, 1), ([9, 10], 1, 2)]
     assert [list(of) for of in short.sizes([0, 2])] == [[2, 2], [0, 1]]
     assert short.num_cut() == 2
+    assert rows(Tokens(path, np.uint16, 0)) == [([5], 1, 0), ([8], 1, 1), ([9], 1, 2)]
     stream = Stream(path, np.uint16, 3)
     assert [list(of) for of in stream.sizes([2, 0])] == [[3, 4], [2, 3]]
     expected = [([5, 6, 7, 8], 1, 0), ([8, 60000, 9, 10], 1, 1), ([10, 11, 12], 1, 2)]
@@ -140,10 +141,10 @@ def test_long_pairs_are_counted_some_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("training.tasks.tokens.AT_ONCE", 3)
-    sizes = np.array([1, 1, 1, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 9])  # 2, 3, 2, 4, 2, 2, 10 tokens
+    sizes = np.array([1, 1, 1, 2, 1, 4, 1, 3, 1, 1, 1, 1, 1, 9])  # 2, 3, 5, 4, 2, 2, 10 tokens
     write_tokens(tmp_path / "a", [(np.arange(sizes.sum()), sizes)], np.int32)
     counts = [Tokens(tmp_path / "a", np.int32, most).num_cut() for most in (9, 8, 2, 1)]
-    assert counts == [0, 1, 2, 3]
+    assert counts == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(13, 24), (1, 20)], ids=["ids", "bounds"])
@@ -206,6 +207,8 @@ def test_a_second_start_takes_what_the_first_has_made_of_the_same(
     files = None
     first = start("a")
     assert made == ["tokenizer", *SPLITS]
+    expected_rows = rows(encode_in_memory(PAIRS, first.tokenizer, "de", "en", 60))
+    assert [rows(first.examples[split]) for split in SPLITS] == [expected_rows] * 3
     option, value, expected = CHANGES.get(what, ("", "", []))
     other = {what: PAIRS[1:]} if what in SPLITS else {}
     if what in SPLITS:
@@ -229,7 +232,9 @@ def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path
     tokenizer.save_pretrained(tmp_path)
     again = load_tokenizer({path.name: path.read_bytes() for path in tmp_path.iterdir()})
     for word in ("<eos_en>", "<eos_de>", "<pad>"):
-        for each in (tokenizer, again):
+        for each in (again, tokenizer):
+            alone, _ = tokens_of([word], each)
+            assert min(alone) > 2
             source, target = f"a {word}b", f"{word} Hello"
             (pair,) = encode_in_memory([{"de": source, "en": target}], each, "de", "en", 99)
             ids = pair.ids
