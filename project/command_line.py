@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn
 
-from training.launch.errors import refuse
+from training.launch.errors import open_streams, refuse
 
 FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118)
 OPTION = re.compile(r"--?[A-Za-z][\w-]*")
@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
+        open_streams()  # every program begins with a parser
         super().__init__(**{"formatter_class": FORMATTER, "allow_abbrev": False, **settings})
         self.hints: Mapping[str, str] = {}
         # A value, not an option. (Python 3.10 to 3.13 take -1e-3 for an option.)

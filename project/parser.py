@@ -20,7 +20,7 @@ from docstring_parser import parse_from_object
 
 from project.command_line import Parser, underscored
 from project.strategies import STRATEGIES, absent_from, page_of
-from training.launch.errors import exit_on_signals, open_streams, refuse
+from training.launch.errors import exit_on_signals, refuse
 from training.options import Axes, DataParallel, O, Options, Processes, Stages, Threads, Tools, flag
 
 # What options are called by the courses.
@@ -82,10 +82,10 @@ def begin(kind: type[O], description: str | None) -> O:
     """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
     the process at once, before torch is imported, which takes seconds."""
     exit_on_signals()
-    open_streams()
+    options = parse_options(kind, description)
     if sys.flags.optimize > 1:
         refuse("python -OO removes docstrings, which transformers reads; python -O works\n")
-    return parse_options(kind, description)
+    return options
 
 
 def make_parser(kind: type[Options], description: str | None) -> Parser:

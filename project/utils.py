@@ -16,15 +16,7 @@ import torch
 from torch import nn
 
 from training.files import PICTURE, TOKENS, writing
-from training.launch.errors import (
-    RunError,
-    UserError,
-    leave,
-    open_streams,
-    refuse,
-    signals_end,
-    torchrun,
-)
+from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
 from training.launch.world import World, quiet_libraries
 from training.loop import evaluate_loss, train
@@ -97,7 +89,6 @@ def run_program(main: Callable[[], None]) -> None:
     """Runs a program. A user's mistake ends it with one line and status 2, a RunError with one line
     and status 1, a signal such as Ctrl-C with status 128 + signal; none prints a traceback."""
     quiet_libraries()
-    open_streams()
     with signals_end():
         try:
             main()

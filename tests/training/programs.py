@@ -83,8 +83,6 @@ def misfortunes(world: World, folder: Path) -> None:
 
 if __name__ == "__main__":
     launcher.libraries = lambda args: []  # noqa: ARG005 (they make no optimizer)
-
-if __name__ == "__main__":
     name, *folders = sys.argv[1:]
     settings = Options(
         world_size=torchrun_world_size() or 2, model="vgg16", device="cpu", timeout=60

@@ -70,10 +70,10 @@ def test_a_system_without_posix_signals_is_refused_in_the_first_line_that_fails(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("program", ["run_data_parallel", "run_pipeline", "train"])
+@pytest.mark.parametrize("program", ["run_data_parallel.py", "run_pipeline.py", "train.py ddp"])
 def test_a_python_without_docstrings_is_refused(program: str) -> None:
     """By transformers it would be, with a traceback."""
-    line = [sys.executable, "-OO", f"project/{program}.py", "ddp"]
+    line = [sys.executable, "-OO", *f"project/{program}".split()]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
