@@ -208,3 +208,19 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match="Couldn't instantiate the backend tokenizer"):
         parse(line + "24")
+
+
+def test_the_first_rank_of_a_host_checks_what_a_model_is(
+    pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, where each rank parses the command line: the others would load it, too."""
+    shutil.copytree(pairs, "model")
+    Path("model/model.safetensors").unlink()
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0"),
+                        ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    line = "train tensor --model model --model_max_length 24"
+    with pytest.raises(UserError, match="its weights are not in"):
+        parse(line)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse(line).model == "model"
