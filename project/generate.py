@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +27,6 @@ from training.launch.errors import UserError, refuse
 from training.options import Number, count, whole
 
 TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
-
-WITHOUT_OWNER = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # on the hub
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,9 +60,12 @@ def check_there(name: str) -> None:
     """Raises UserError if there can be no such model: neither a folder nor, by its form, a name on
     the hub."""
     path = Path(name)
-    owned = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.is_dir()
-    if not (path.is_dir() or owned or name in WITHOUT_OWNER):
-        raise UserError(f"{name}: there is no such folder; the --workdir of a run works")
+    on_hub = len(path.parts) == 2 and not path.parent.is_dir()
+    if not path.is_dir() and not on_hub:
+        raise UserError(
+            f"{name}: there is no such folder; the --workdir of a run works, or a name on the hub "
+            "with its owner, as openai-community/gpt2"
+        )
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds

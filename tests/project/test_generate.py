@@ -6,12 +6,10 @@ import io
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentError
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,16 +119,16 @@ def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
 
 def test_what_is_no_model_is_known_without_torch() -> None:
     Path("work").mkdir()
-    for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "gpt2-huge"):
+    for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "/a/b"):
         refused(f"^{name}: there is no such folder; the --workdir of", generate.check_there, name)
-    for name in ("work", "gpt2", "openai-community/gpt2"):
+    for name in ("work", "openai-community/gpt2"):
         generate.check_there(name)
     code = "import sys, runpy; sys.argv = ['generate.py', 'nowhere']\n"
     code += f"try: runpy.run_path({str(ROOT / 'project/generate.py')!r}, run_name='__main__')\n"
     code += "finally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = "generate.py: error: nowhere: there is no such folder; the --workdir of a run works\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    said = "generate.py: error: nowhere: there is no such folder; the --workdir of a run works, or"
+    assert (done.returncode, done.stderr[: len(said)]) == (2, said)
 
 
 def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +164,6 @@ def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
         call(*args)
 
 
-def test_what_argparse_raises_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, refusal: Refusal
-) -> None:
-    """From Python 3.12.5 on a word that no option takes is an error that is raised."""
-    unknown = Mock(side_effect=ArgumentError(None, "unrecognized arguments: -x"))
-    monkeypatch.setattr("argparse.ArgumentParser.parse_intermixed_args", unknown)
-    said = refusal(generate.parse_generate, ["work", "-x"])
-    assert said.endswith("error: unrecognized arguments: -x; --help explains all\n")
-
-
 def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
     run(f"train single {VGG} --num_batches 1")
     Path("empty").mkdir()
@@ -197,6 +185,7 @@ def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
+        (["-x"], "-x: there is no such option"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--top_k", "3"], "--num_samples and --top_k sample: --temperature 0.8 works with them"),
         (["--num_samples", "3"], "--temperature 0.8 works"),

@@ -32,14 +32,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from training.launch.world import World
 from training.options import VGG, Options
 from training.tasks.task import stream
 
-from .gpt2 import generator_for
+from .gpt2 import generator_for, loss_of_targets
 from .pictures import Pictures, PictureSets, to_inputs
 from .task import EVAL_BATCH, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
@@ -94,13 +93,6 @@ def initialize_vgg_parameter(name: str, p: Tensor, seed: int) -> None:
         centre.diagonal().add_(1)
 
 
-def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The summed cross-entropy, in nats, of B pictures; logits [B, classes], labels [B]."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits, labels, reduction="sum")
-
-
 class PictureTask(TrainingTask):
     """VGG16 that classifies pictures; see `training.tasks.task.TrainingTask`."""
 
@@ -127,7 +119,7 @@ class PictureTask(TrainingTask):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The summed loss over the pictures."""
-        return picture_loss(output, target)
+        return loss_of_targets(output, target)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """From the seed and the parameter's name."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.tasks.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
+from training.tasks.gpt2 import loss_of_targets
+from training.tasks.vgg import initialize_vgg_parameter, vgg16, vgg_layers
 
 
 def initialized(width: int, seed: int = 0, num_classes: int = 10) -> nn.Sequential:
@@ -63,6 +64,6 @@ def test_the_first_loss_is_that_of_guessing(num_classes: int) -> None:
     net = initialized(width=16, num_classes=num_classes)
     logits = net(torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
     for values in (logits, logits.bfloat16()):
-        loss = picture_loss(values, torch.arange(40) % num_classes)
+        loss = loss_of_targets(values, torch.arange(40) % num_classes)
         assert loss.dtype == torch.float32
         assert loss.item() / 40 == pytest.approx(math.log(num_classes), abs=0.3)
