@@ -3,6 +3,8 @@ layout: see test_losses.py. With transformers: see test_export.py.)"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.language import LanguageTask
 from training.tasks.plain_text import END
+from training.tasks.texts import Texts
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -63,6 +66,19 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     found = continuations(model, tokenizer, ["", "Line", ""], options)
     assert found[0] == found[2] == [" ".join(lines_of(text))]
     assert found[1][0].startswith("Line")
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_tokenizer_learns_nothing_of_what_is_held_out(
+    one: Learned, tmp_path: Path, held_out: bool
+) -> None:
+    """With a validation split of its own, all of train is learned."""
+    pieces = [*["ab ab ab ab ab ab ab", None] * 19, "zq zq zq", None]
+    splits = {"train": pieces} if held_out else {"train": pieces, "validation": pieces}
+    args = parse(f"train single {one.line} --workdir {tmp_path} --model_max_length 4")
+    tokenizer = LanguageTask(args, World(), Texts(splits, plain=True)).tokenizer
+    assert len(tokenizer(" ab")["input_ids"]) == 1
+    assert (len(tokenizer(" zq")["input_ids"]) == 1) is not held_out
 
 
 def test_what_does_not_fit_plain_text(one: Learned) -> None:

@@ -37,10 +37,6 @@ CONTINUED = 24  # new tokens of a sample
 HELD_OUT = 20  # one part in so many is held out for validation
 
 
-def _before_held_out(size: int) -> int:
-    return min(size * (HELD_OUT - 1) // HELD_OUT, size - 2)
-
-
 class LanguageTask(SequenceTask):
     """Plain text; see `training.tasks.sequences.SequenceTask`."""
 
@@ -50,7 +46,9 @@ class LanguageTask(SequenceTask):
     def train_tokenizer(self, folder: Path) -> None:
         """Learns merges within lines, of what is not held out."""
         train = self.texts.splits["train"]
-        n = len(train) if "validation" in self.texts.splits else _before_held_out(len(train)) or 1
+        n = len(train)
+        if "validation" not in self.texts.splits:
+            n = max(1, n * (HELD_OUT - 1) // HELD_OUT)
         parts = (part for part in evenly(islice(train, n), n) if part is not None)
         lines = (line for part in parts for line in io.StringIO(part, newline="\n"))
         vocabulary, uses = self.args.vocab_size or MAX_VOCAB, self.special_tokens()
@@ -77,7 +75,7 @@ class LanguageTask(SequenceTask):
         streams = {split: Stream(folder / split, dtype, length) for split in self.texts.splits}
         if "validation" not in streams:
             n = streams["train"].num_tokens
-            cut = _before_held_out(n)
+            cut = min(n * (HELD_OUT - 1) // HELD_OUT, n - 2)  # validation predicts a token
             for split, tokens in (("train", range(cut)), ("validation", range(cut, n))):
                 streams[split] = Stream(folder / "train", dtype, length, tokens)
             notes.append(

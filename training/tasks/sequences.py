@@ -44,7 +44,7 @@ from .gpt2 import (
     round_vocab,
 )
 from .task import EVAL_BATCH, Step, TrainingTask, Translator, steps_of_epoch, to_device
-from .texts import made_once, place
+from .texts import Texts, made_once, place
 from .tokens import (
     TEXTS_AT_ONCE,
     TOKENIZER_FILES,
@@ -79,7 +79,7 @@ class SequenceTask(TrainingTask, ABC):
     cpu_positions = CPU_POSITIONS
 
     def __init__(
-        self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None,
+        self, args: Options, world: World, texts: Texts, files: Mapping[str, bytes] | None = None,
         pretrained: Any = None,
     ) -> None:  # fmt: skip
         # Takes seconds, so all ranks do it at the same time, before one waits for another.
