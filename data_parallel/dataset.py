@@ -135,8 +135,8 @@ class Batches:
                 batch = [batch[i] for i in np.argsort(key(batch), kind="stable")]
             first = number * size
             # Rank r has the places r, r + W, r + 2 W, ... of the epoch.
-            if mine := list(batch[(self.rank - first) % self.world_size :: self.world_size]):
-                yield mine
+            if share := list(batch[(self.rank - first) % self.world_size :: self.world_size]):
+                yield share
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.dataset), self.batch_size)

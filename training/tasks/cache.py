@@ -63,15 +63,15 @@ class Cache:
     def update(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the newest keys and values of a layer, each B H T E; returns all, B H S E."""
         B, H, T, E = k.shape
-        every = self._layers.get(number)
-        if every is None or every.size(3) < self.S:
+        kept = self._layers.get(number)
+        if kept is None or kept.size(3) < self.S:
             grown = k.new_empty(2, B, H, self.S + max(GROWTH, self.S // 4), E)  # keys, then values
-            if every is not None:
-                grown[:, :, :, : self.S - T] = every[:, :, :, : self.S - T]
-            every = self._layers[number] = grown
-        every[0, :, :, self.S - T : self.S] = k
-        every[1, :, :, self.S - T : self.S] = v
-        keys, values = every[:, :, :, : self.S]  # views
+            if kept is not None:
+                grown[:, :, :, : self.S - T] = kept[:, :, :, : self.S - T]
+            kept = self._layers[number] = grown
+        kept[0, :, :, self.S - T : self.S] = k
+        kept[1, :, :, self.S - T : self.S] = v
+        keys, values = kept[:, :, :, : self.S]  # views
         return keys, values
 
     def mask(self, hidden: Tensor) -> Tensor:

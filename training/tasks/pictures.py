@@ -120,13 +120,13 @@ def _as_pictures(images: Any, labels: Any) -> Pictures:
 
 def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
     """A folder, or a dataset of the hub. No more pictures are decoded than asked for."""
-    found = load_splits(name)
-    if not {"train", "test"} <= set(found):
+    splits = load_splits(name)
+    if not {"train", "test"} <= set(splits):
         raise UserError(
-            f"--dataset {name}: it has {', '.join(sorted(found))}, and train and test are needed; "
+            f"--dataset {name}: it has {', '.join(sorted(splits))}, and train and test are needed; "
             f"{NO_NETWORK}"
         )
-    features = found["train"].features
+    features = splits["train"].features
     image = next((key for key in ("img", "image") if key in features), None)
     label = next((key for key in ("label", "fine_label") if key in features), None)
     names = getattr(features[label], "names", None) if label else None
@@ -137,8 +137,8 @@ def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
         )
     train, test = (
         _as_pictures(
-            np.stack([_to_bytes(picture) for picture in islice(found[split][image], n)]),
-            np.array(found[split][label][:n], np.int64),
+            np.stack([_to_bytes(picture) for picture in islice(splits[split][image], n)]),
+            np.array(splits[split][label][:n], np.int64),
         )
         for split, n in (("train", n_train), ("test", n_test))
     )

@@ -42,7 +42,7 @@ def check_pretrained(name: str, max_length: int) -> None:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":
             raise ValueError(f"its model_type is {config.model_type}")
-        found = _stored(name)
+        stored = _stored(name)
         with torch.device("meta"):
             model = GPT2LMHeadModel(config)
         check_computed(model)
@@ -50,7 +50,7 @@ def check_pretrained(name: str, max_length: int) -> None:
             raise ValueError(f"its n_inner is {config.n_inner}, not a multiple of its n_head")
         wanted = dict(model.named_parameters())  # a tied head is not in it
         for parameter, p in wanted.items():
-            *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
+            *_, shape = stored.get(parameter.removeprefix(PREFIX), ("missing",))
             if shape != list(p.shape):
                 raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
         # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
@@ -130,14 +130,14 @@ def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
     folder = Path(name)
     if not folder.is_dir():
         folder = Path(snapshot_download(name, allow_patterns="*.safetensors"))
-    found = {}
+    parameters = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (it is no dictionary)
-                found[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
-    if not found:
+                parameters[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
+    if not parameters:
         raise ValueError(
             "its weights are not in *.safetensors, and no other file is read (pytorch_model.bin "
             "neither): save_pretrained of transformers writes them"
         )
-    return found
+    return parameters

@@ -156,7 +156,7 @@ class SequenceTask(TrainingTask, ABC):
         return [2 + (k == 0) + (k == n - 1) for k in range(n)]
 
     def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+        self, epoch: int, dp_rank: int, dp_size: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """The steps of an epoch. Which examples form a global batch depends on the seed and the
         epoch alone; each batch is dealt out by length, so that all parts have equal work."""
@@ -166,7 +166,7 @@ class SequenceTask(TrainingTask, ABC):
         counts = (int(examples.sizes(batch)[1].sum()) for batch in batches)  # target tokens of each
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
-            part, parts, examples, size,
+            dp_rank, dp_size, examples, size,
             partial(self._collate, num_microbatches, drop), seed=seed,
             key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
         )  # sorted if lengths differ  # fmt: skip
@@ -222,12 +222,12 @@ class SequenceTask(TrainingTask, ABC):
                 parts.append([example])
         return parts
 
-    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
         """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
         by_length = np.argsort(examples.sizes(range(len(examples)))[0], kind="stable")
-        mine = [examples[i] for i in by_length[part::parts].tolist()]  # lengths dealt out
+        mine = [examples[i] for i in by_length[dp_rank::dp_size].tolist()]  # lengths dealt out
         found = []
         for i in range(0, len(mine), EVAL_BATCH):
             ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])

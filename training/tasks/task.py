@@ -83,8 +83,8 @@ class Translator(Protocol):
 
 
 class TrainingTask(Protocol):
-    """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
-    the whole batch."""
+    """See the head of this file. `dp_rank` of `dp_size` is a place on the data-parallel axis; 0
+    of 1 is the whole batch."""
 
     score_name: str  # "BLEU", "accuracy" or "perplexity"
     needs_an_epoch: bool  # the score means nothing, and takes long, after fewer steps
@@ -109,19 +109,19 @@ class TrainingTask(Protocol):
         """The summed loss of a micro-batch, from the last layer's output."""
 
     def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+        self, epoch: int, dp_rank: int, dp_size: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """The steps of an epoch from `start` on; None: as many micro-batches as suit the device."""
 
-    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
         """Inputs and targets of held-out data."""
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right answers, number of answers] of a validation batch, in float64 on the
         CPU. `output` is [N, V] at N target tokens, or [B, classes]."""
         right = (output.argmax(-1) == target).sum()
-        found = torch.stack([self.loss(output, target), right]).tolist()  # one wait for a GPU
-        return torch.tensor([*found, len(target)], dtype=torch.float64)
+        numbers = torch.stack([self.loss(output, target), right]).tolist()  # one wait for a GPU
+        return torch.tensor([*numbers, len(target)], dtype=torch.float64)
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
         """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the

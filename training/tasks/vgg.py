@@ -131,32 +131,32 @@ class PictureTask(TrainingTask):
         return [1] * 16
 
     def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+        self, epoch: int, dp_rank: int, dp_size: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """The steps of an epoch."""
         n, size = len(self.sets.train), self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
         counts = map(len, global_batches(n, size, seed, start))
-        loader = partition_dataset(part, parts, range(n), size, list, seed=seed, start=start)
+        loader = partition_dataset(dp_rank, dp_size, range(n), size, list, seed=seed, start=start)
         nothing: Any = []  # for a rank that gets none of the last, smaller batch
-        for count, mine in zip_longest(counts, loader, fillvalue=nothing):
+        for count, numbers in zip_longest(counts, loader, fillvalue=nothing):
             cut = [
-                self._to_device(self.sets.train, mine[at])
-                for at in even_slices(len(mine), num_microbatches or 1)
+                self._to_device(self.sets.train, numbers[at])
+                for at in even_slices(len(numbers), num_microbatches or 1)
             ]
             inputs, targets = [x for x, _ in cut], [y for _, y in cut]
-            yield Step(inputs, targets, count, len(mine), len(mine))
+            yield Step(inputs, targets, count, len(numbers), len(numbers))
 
     def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
-        found = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
-        images, labels = to_device(found, self.device)
+        on_cpu = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
+        images, labels = to_device(on_cpu, self.device)
         return to_inputs(images, self.dtype), labels
 
-    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
         """The test pictures."""
-        mine = range(part, len(self.sets.test), parts)  # dealt out like cards
-        starts = range(0, len(mine), EVAL_BATCH)
-        return [self._to_device(self.sets.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
+        numbers = range(dp_rank, len(self.sets.test), dp_size)  # dealt out like cards
+        starts = range(0, len(numbers), EVAL_BATCH)
+        return [self._to_device(self.sets.test, list(numbers[i : i + EVAL_BATCH])) for i in starts]
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""
