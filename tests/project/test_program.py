@@ -115,7 +115,7 @@ LEFT = r"(\d\d:\d\d|\?) left"
 MOVING = (
     r"Epoch 1 \|.*\| step [1-9]\d* of 30, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
     r"Validating \|.*\| batch \d of 1, " + LEFT,
-    r"Translating \|.*\| token \d+ of \d+, " + LEFT,
+    r"Translating \|.*\| text \d+ of \d+, " + LEFT,
 )
 
 
