@@ -282,7 +282,11 @@ class SequenceTask(TrainingTask, ABC):
             tokenizer.add_special_tokens(self.special_tokens())
             tokenizer.save_pretrained(args.workdir)
             return
-        folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
+        text = (
+            [*self._fingerprints],
+            self._fingerprints["train"],
+        )  # less is learned if some is held out
+        folder = self._made_from("tokenizer", args.vocab_size, *text)
         made_once(folder, self.train_tokenizer)
         shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
 

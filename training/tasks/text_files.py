@@ -161,17 +161,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
         if src in files and tgt in files:
             groups.setdefault(split_of(stem), []).append((files[src], files[tgt]))
         elif src in files or tgt in files or (len(files) > 1 and not kinds):
-            names = " and ".join(file.name for file in files.values())
-            missing = " or ".join(f"{stem}.{key}" for key in (src, tgt) if key not in files)
-            works = f"line i of {stem}.{src} must translate line i of {stem}.{tgt}"
-            if len(files) > 1:
-                others = (key for key in files if key not in (src, tgt))
-                one, other = (key if key in files else next(others) for key in (src, tgt))
-                works = f"--src {one} --tgt {other} works"
-            raise UserError(
-                f"--dataset {dataset} --src {src} --tgt {tgt}: it has {names}, and no {missing}; "
-                f"{works}"
-            )
+            raise _missing_language(dataset, stem, files, src, tgt)
     if groups:
         return groups
     if not kinds:
@@ -189,6 +179,22 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     for file in chain(*kinds.values()):
         groups.setdefault(split_of(*file.relative_to(path).parts), []).append((file,))
     return groups
+
+
+def _missing_language(
+    dataset: str, stem: str, files: Mapping[str, Path], src: str, tgt: str
+) -> UserError:
+    """Says which languages the files of this name have, and which options take them."""
+    works = f"line i of {stem}.{src} must translate line i of {stem}.{tgt}"
+    if len(files) > 1:
+        others = (key for key in files if key not in (src, tgt))
+        one, other = (key if key in files else next(others) for key in (src, tgt))
+        works = f"--src {one} --tgt {other} works"
+    names = " and ".join(file.name for file in files.values())
+    missing = " or ".join(f"{stem}.{key}" for key in (src, tgt) if key not in files)
+    return UserError(
+        f"--dataset {dataset} --src {src} --tgt {tgt}: it has {names}, and no {missing}; {works}"
+    )
 
 
 def _data_in(folder: Path) -> Iterator[Path]:
