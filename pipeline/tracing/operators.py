@@ -82,17 +82,6 @@ class Program:
         before = (*self.inputs, *self.nodes[:position])
         return [node for node in before if any(k >= position for k in self.uses(node))]
 
-    def differentiable(self) -> set[fx.Node]:
-        """The values that receive gradients, and trained parameters."""
-        reached = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
-        for node in self.nodes:
-            leaves = pytree.tree_leaves(node.meta.get("val"))
-            # integers get no gradients
-            real = any(isinstance(t, Tensor) and t.is_floating_point() for t in leaves)
-            if real and not reached.isdisjoint(node.all_input_nodes):
-                reached.add(node)
-        return reached
-
     def written(self) -> dict[str, list[int]]:
         """The buffers that operators write to, with the operators that use them."""
         nodes = set[fx.Node]()

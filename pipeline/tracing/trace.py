@@ -26,9 +26,6 @@ Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch 
 the same operators as larger batches. Assumptions (the branch taken at ``if x.size(1) > 4``) are
 checked for every input.
 
-With ``stages=n`` the costliest stage has the fewest floating-point operations, and if possible one
-activation crosses each cut. Operations are counted, not measured: every process must find one cut.
-
 Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the
 layers by hand; a value that passes through a stage is sent twice.
 
@@ -40,7 +37,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +45,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _assign_attr
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.partition import balance
 from runtime.linear import linear
 
 from .operators import Program, at_least_two
@@ -71,12 +66,7 @@ _aten = torch.ops.aten
 _CALLED: dict[Any, Any] = {_aten.linear.default: _linear, _aten.addmm.default: _addmm}
 
 
-def split(
-    module: nn.Module,
-    example_inputs: Any,
-    at: Sequence[str] | None = None,
-    stages: int | None = None,
-) -> nn.Sequential:
+def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.Sequential:
     """The stages of ``module``, which share its parameters and buffers.
 
     Args:
@@ -84,14 +74,11 @@ def split(
         example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
             arguments, or a dict of keyword arguments. Other values than tensors are fixed.
         at: names of submodules: a stage begins at the first call of each.
-        stages: their number, instead of ``at``.
 
     Raises ValueError if there is no such cut; if ``module`` cannot be traced, with the line of its
     code, and a remedy; if only some of its submodules are in training mode; or if its backward is
     more than the derivative of its operators: custom autograd functions, hooks.
     """
-    if (at is None) == (stages is None):
-        raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     example = pytree.tree_map_only(  # of tensors, only shapes and types count
         Tensor, lambda t: at_least_two(t.detach().to(device)).clone(), example_inputs
@@ -103,8 +90,11 @@ def split(
     finally:
         for m, mode in modes:  # one by one: submodules may be in other modes
             m.training = mode
-    names = at if stages is None else _balanced(programs, example, stages)
-    return _cut(programs, names or ()).train(module.training)
+    codes = {mode: _codes(program, at) for mode, program in programs.items()}
+    stages = range(len(at) + 1)
+    return nn.Sequential(*(Traced({mode: codes[mode][s] for mode in codes}) for s in stages)).train(
+        module.training
+    )
 
 
 def _refuse_what_a_trace_loses(module: nn.Module) -> None:
@@ -186,13 +176,6 @@ def _code(program: Program, begin: int, end: int) -> _Code:
     return _Code(program.enter if first else tuple, run, program.leave if last else tuple, tensors)
 
 
-def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
-    """The stages that begin at the first calls of these submodules."""
-    codes = {mode: _codes(program, names) for mode, program in programs.items()}
-    stages = range(len(names) + 1)
-    return nn.Sequential(*(Traced({mode: codes[mode][s] for mode in codes}) for s in stages))
-
-
 def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
     """The code of all stages, in one mode."""
     begins = [0]  # by stage, the number of operators before it
@@ -214,25 +197,3 @@ def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
                 "stages, which would have different values of it; cut elsewhere"
             )
     return [_code(program, *position) for position in pairwise([*begins, len(program.nodes)])]
-
-
-def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:
-    """The submodules at which the stages after the first begin."""
-    program = programs[True]  # the mode in which gradients cross
-    differentiable = program.differentiable()
-    narrow: dict[int, str] = {}  # position -> name, where one differentiable value crosses
-    anywhere: dict[int, str] = {}
-    for name, position in sorted(program.starts.items(), key=lambda item: item[1]):
-        if position > 0 and name in programs[False].starts:
-            anywhere.setdefault(position, name)  # of several at a position: the outermost
-            if len(differentiable.intersection(program.crossing(position))) == 1:
-                narrow.setdefault(position, name)
-    names = list((narrow if len(narrow) + 1 >= num_stages else anywhere).values())
-    costs, value = [], example
-    with torch.no_grad():
-        for layer in _cut(programs, names).eval():  # the pieces between all these places, in order
-            with FlopCounterMode(display=False) as counter:
-                value = layer(value)
-            costs.append(1.0 + counter.get_total_flops())  # 1: no piece is free
-    ends = accumulate(balance(costs, num_stages)[:-1])  # pieces before each stage but the first
-    return [names[end - 1] for end in ends]  # piece k > 0 begins at names[k - 1]

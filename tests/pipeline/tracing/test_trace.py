@@ -227,29 +227,6 @@ def test_the_gradients_of_traced_products_can_come_later() -> None:
     assert list(stage.take_gradients()) == stage.parameters
 
 
-def test_a_module_is_balanced_by_its_operations() -> None:
-    """128, 1024, 1024, 128 and 16 multiplications per example. Between b and c two values cross, so
-    that is a cut only where nothing else is left."""
-
-    class Shortcut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-            self.d, self.e = nn.Linear(32, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            wide = self.a(x)
-            return self.e(self.d(wide + self.c(self.b(wide))))
-
-    def firsts(n: int) -> str:
-        stages = split(made(Shortcut), noise(2, 4), stages=n)
-        return "".join(next(name for name, _ in stage.named_parameters())[0] for stage in stages)
-
-    assert [firsts(n) for n in (2, 3, 5)] == ["ad", "abd", "abcde"]
-    with pytest.raises(ValueError, match="6 stages for 5 layers"):
-        firsts(6)
-
-
 def chosen(x: Tensor) -> Tensor:
     if x.sum() > 0:  # the line that is named
         return x + 1
@@ -291,31 +268,30 @@ LINE = chosen.__code__.co_firstlineno + 1
 
 UNTRACED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (
-        lambda: Call(chosen), {"stages": 1},
+        lambda: Call(chosen), {},
         rf"test_trace.py:{LINE}: `if x.sum\(\) > 0:.*asks for the values .* torch.where",
     ),
     (
-        Short, {"stages": 1, "example_inputs": noise(2, 3)},
+        Short, {"example_inputs": noise(2, 3)},
         r"`return self.b.*` cannot be traced \(a and b must",
     ),
-    (Counts, {"stages": 1}, "it sets the buffer calls anew: write to it"),
-    (Short, {}, "at=None, stages=None: give one of the two, as stages=2"),
+    (Counts, {}, "it sets the buffer calls anew: write to it"),
     (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
     (Short, {"at": ["a"]}, "nothing is left to compute before a"),
     (
-        lambda: nn.Sequential(Call(Reverse.apply)), {"stages": 1},
+        lambda: nn.Sequential(Call(Reverse.apply)), {},
         r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
     ),
     (
-        lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), {"stages": 1},
+        lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), {},
         r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
     ),
     (
-        lambda: nn.Sequential(*hooked()), {"stages": 1},
+        lambda: nn.Sequential(*hooked()), {},
         r"1.0 \(Linear\) has a hook on its backward, which",
     ),
     (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval()), {"stages": 1},
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5).eval()), {},
         r"1 \(Dropout\) is in evaluation, the model in training",
     ),
     (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
