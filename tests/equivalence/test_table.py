@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
+from inspect import isabstract
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +16,14 @@ import pytest
 import torch
 
 from pipeline.schedules.catalogue import SCHEDULES
+from tests.equivalence import table
 from tests.equivalence.compare import check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import ODD, TABLE, find
 from tests.ranks import Ranks
 from training.launch.world import World
+from training.layouts import layout
 from training.tasks.sequences import SequenceTask
 
 
@@ -68,6 +73,16 @@ def kinds(names: Iterable[str]) -> set[str]:
 def test_the_short_form_has_every_layout_and_schedule() -> None:
     """So that a new one is not tried by `make verify` alone."""
     assert kinds(SHORT.split()) == kinds(row.name for row in TABLE) > {*SCHEDULES}
+
+
+def test_every_layout_has_rows() -> None:
+    for path in Path(layout.__file__ or "").parent.glob("[a-z]*.py"):
+        import_module(f"training.layouts.{path.stem}")
+    classes = [layout.LaidOutModel]
+    for known in classes:
+        classes += known.__subclasses__()  # the list grows while it is gone through
+    built = {known.__name__ for known in classes if not isabstract(known)}
+    assert len(built) > 4 and built <= {*vars(table)}
 
 
 @pytest.mark.parametrize("name", SHORT.split())

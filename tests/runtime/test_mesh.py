@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from runtime.axes import AXES, place_of, sizes
-from runtime.mesh import make_mesh
+from runtime.axes import AXES, DATA_AXES, place_of, sizes
+from runtime.mesh import GROUPS, make_mesh
+from training.options import Options
 
 
 def test_the_last_axis_has_the_neighbours() -> None:
@@ -21,6 +24,11 @@ def test_the_last_axis_has_the_neighbours() -> None:
 def test_one_process_has_every_axis() -> None:
     mesh = make_mesh({}, 1.0)
     assert [mesh[axis] for axis in AXES] == [(0, 1, None)] * 3 and mesh.counts_loss
+
+
+def test_every_axis_has_an_option_and_groups() -> None:
+    assert {*AXES} <= {field.name for field in fields(Options)}
+    assert {axis for axes in GROUPS for axis in axes} == {*AXES} and {*DATA_AXES} < {*AXES}
 
 
 def test_what_is_no_mesh() -> None:
