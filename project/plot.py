@@ -253,11 +253,12 @@ def run_of(word: str, root: Path) -> Run:
         )
     made = [int(number) for path in root.glob(f"{strategy}*/{SUMMARY}")
             if (number := path.parent.name.removeprefix(strategy)).isdecimal()]  # fmt: skip
-    n = int(workers or max(made, default=2))
+    usual = STRATEGIES[strategy].usual.get("world_size", 2)
+    n = int(workers or max(made, default=usual))
     folder = root / f"{strategy}{n}"
     if n not in made:
         model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
-        size = "" if strategy == "single" else f" --world_size {n}"
+        size = "" if usual == 1 else f" --world_size {n}"
         raise UserError(
             f"no finished run in {folder}; make it with: python project/train.py {strategy}{size}"
             f"{model} --num_batches 9 --timeline 8 --workdir {shlex.quote(str(folder))}"

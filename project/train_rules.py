@@ -41,7 +41,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     yield from [
         ("strategy world_size", args.world_size == ranks,
          f"{' x '.join(AXES)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
-        ("strategy world_size", strategy not in ("none", "single") or args.world_size == 1,
+        ("strategy world_size", args.world_size == 1 or row.usual.get("world_size") != 1,
          f"{strategy} is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
          "with more than one it is pipeline", "leave it out"),
