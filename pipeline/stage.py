@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph, memory_of
-from runtime.guards import Guard, refuse_hidden, refuse_shared_memory, written_by_torch
+from runtime.guards import Guard, refuse_hidden, refuse_shared_memory
 from runtime.linear import WeightsLater, add, let_weights_wait
 from runtime.randomness import OfProcess, OfThread, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
@@ -58,7 +58,6 @@ class _Part:
         self.layers, self.first_layer = layers, first_layer
         trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         self.parameters = list(dict.fromkeys(trained))
-        self.torchs_own = all(map(written_by_torch, layers))
 
 
 class _Graph(Graph):
@@ -250,10 +249,9 @@ class Stage:
     @contextmanager
     def _modes(self, k: int, i: int, graph: _Graph) -> Iterator[None]:
         """Around a layer: random numbers of its own, and weights whose gradients may wait."""
-        with ExitStack() as modes:
-            if torch.is_grad_enabled():  # gradients are wanted, in whatever mode the layers are
-                modes.enter_context(graph.later)
-            modes.enter_context(self._randomness.of(k, i))
+        # if gradients are wanted, in whatever mode the layers are
+        later = graph.later if torch.is_grad_enabled() else nullcontext()
+        with later, self._randomness.of(k, i):
             yield
 
     def _with_graph(self, i: int) -> _Kept:
@@ -276,11 +274,7 @@ class Stage:
         are added to the totals, or to the sums of this micro-batch if it has more to add: one sum
         per micro-batch, as in autograd."""
         self._run_again(i, graph)
-        with ExitStack() as modes:
-            if not graph.part.torchs_own or self.tail:
-                # code of others may repeat a forward: checkpoints
-                modes.enter_context(graph.later)
-                modes.enter_context(self._randomness.in_backward())
+        with graph.later, self._randomness.in_backward():  # a checkpoint repeats a forward there
             result, new = graph.differentiate(graph.part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
         later = {p for product in graph.later.products for p in product.trained}
