@@ -50,8 +50,8 @@ REPEATS = 5  # the speed of a shared machine drifts by a third within seconds
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call, the median of five rounds of 20 ms or more, after a barrier: all ranks begin
-    together."""
+    """Seconds of one call: the median of five rounds of 20 ms or more, after a barrier, so that all
+    ranks begin together."""
     work()
     rounds, found = 1, list[float]()
     dist.barrier()

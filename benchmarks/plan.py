@@ -49,7 +49,7 @@ PIPELINES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin")
 
 
 def runs() -> dict[str, tuple[str, Layout]]:
-    """Of each row, the command and what is predicted."""
+    """The command of each row, and the layout that is predicted."""
     whole = Layout(1, micro_batch=MICRO, batch_size=BATCH)
     all_of_it = f"--num_microbatches {BATCH // MICRO}"
     found = {"single": (f"train.py single --cores_per_rank 1 {all_of_it}", whole)}

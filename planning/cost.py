@@ -114,7 +114,7 @@ class PricedStep:
         for rank, stage in zip(small.ranks, self.stages, strict=True):
             self.of_ranks[rank].append(stage)
         step = machine.step_ms * 1e-3
-        self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
+        self.updates = [step + sum(stage.update for stage in of_rank) for of_rank in self.of_ranks]
         stride = tp * dp if outer else tp  # of neighbouring stages
         pair = over_nodes(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
         sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
@@ -206,13 +206,13 @@ class PricedStep:
     def least_seconds(self) -> float:
         """That the step takes at least, in any order: of each rank, its work, once its first
         micro-batch has come through the stages before, and then what its gradients take."""
-        m, found, before = self.layout.num_microbatches, 0.0, 0.0
-        for mine, update in zip(self.of_ranks, self.updates, strict=True):
-            busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in mine)
-            exchange = 0.0 if self.overlapped else sum(s.exchange for s in mine)
-            found = max(found, before + m * busy + exchange + update)
-            before += mine[0].passes.forward.seconds + self.message
-        return found
+        m, bound, before = self.layout.num_microbatches, 0.0, 0.0
+        for of_rank, update in zip(self.of_ranks, self.updates, strict=True):
+            busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in of_rank)
+            exchange = 0.0 if self.overlapped else sum(s.exchange for s in of_rank)
+            bound = max(bound, before + m * busy + exchange + update)
+            before += of_rank[0].passes.forward.seconds + self.message
+        return bound
 
     def _numbers(self, of: Callable[[Simulator], list[float]]) -> list[float]:
         """Numbers ``of`` the step. A long one repeats itself: two short ones, with n micro-batches
@@ -230,14 +230,14 @@ class PricedStep:
         """Seconds of the step, of its actions from first to last, and of those of the mean rank."""
 
         def of(simulator: Simulator) -> list[float]:
-            found = simulator.run(self.work())
-            return [found.seconds, found.span, fmean(found.busy)]
+            simulated = simulator.run(self.work())
+            return [simulated.seconds, simulated.span, fmean(simulated.busy)]
 
         return self._numbers(of)
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The seconds of the step."""
         return self._times[0]
 
     @property
@@ -263,18 +263,18 @@ class PricedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens that all GPUs process in a second."""
         return self.layout.batch_size * self.model.seq / self.seconds
 
     @property
     def tflops(self) -> float:
-        """Of the model's arithmetic, per GPU."""
+        """TFLOP/s of the model's arithmetic, per GPU."""
         return self.model.flops(self.layout.batch_size) / self.seconds / self.layout.gpus / 1e12
 
     @cached_property
     def memory(self) -> list[Memory]:
         """Per rank of the pipeline."""
-        layout, found = self.layout, list[Memory]()
+        layout, ranks = self.layout, list[Memory]()
         share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
@@ -282,16 +282,16 @@ class PricedStep:
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
         held = [stage.held for stage in self.stages]
         peaks = self._numbers(lambda s: peak_alive(s.schedule, held.__getitem__))
-        for mine, peak in zip(self.of_ranks, peaks, strict=True):
-            number = sum(stage.parameters for stage in mine)
+        for of_rank, peak in zip(self.of_ranks, peaks, strict=True):
+            number = sum(stage.parameters for stage in of_rank)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
-            working = max(stage.working for stage in mine)
-            found.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
-        return found
+            working = max(stage.working for stage in of_rank)
+            ranks.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
+        return ranks
 
     @property
     def memory_gb(self) -> float:
-        """Of the fullest GPU, GiB."""
+        """GiB that the fullest GPU holds."""
         return max(rank.gib for rank in self.memory)
 
     @property

@@ -77,7 +77,7 @@ class Model:
         return self.layers * self.block + (1 if self.tied else 2) * self.table
 
     def flops(self, sequences: int) -> float:
-        """Of the model's arithmetic in a step, recomputation not counted: attention looks back
+        """Operations of the model in a step, recomputation not counted: attention looks back
         only, so that half of its products count."""
         block = 2 * self.block + 2 * self.seq * self.hidden
         return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
@@ -133,25 +133,25 @@ class Layout:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a replica, in a step."""
+        """How many a replica has in a step."""
         return -(-self.batch_size // (self.dp * self.micro_batch))
 
     @cached_property
     def stages(self) -> int:
-        """Of the model: ranks times chunks."""
+        """The number of stages: ranks times chunks."""
         return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
 
     def nodes(self, most: int) -> int:
         """The fewest nodes of ``most`` GPUs at most that have equally many each. Raises ValueError
         if these are more than twice as many as could hold them."""
         fewest = -(-self.gpus // most)
-        found = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
-        if found > 2 * fewest:
+        nodes = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        if nodes > 2 * fewest:
             raise ValueError(
                 f"gpus {self.gpus}: nodes of {most} cannot share them equally; "
                 f"{fewest * most} works"
             )
-        return found
+        return nodes
 
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
@@ -307,12 +307,12 @@ def _read(name: str, *before: str) -> Figures:
     if not path.is_file():
         raise ValueError(f"--machine {name}: a YAML file, or one of {', '.join(machines())}")
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
+        content = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--machine {name}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"--machine {name}: a machine is a list of `figure: value`")
-    own = {"name": path.stem} | {str(figure): value for figure, value in found.items()}
+    own = {"name": path.stem} | {str(figure): value for figure, value in content.items()}
     if (like := own.pop("like", None)) is None:
         return own
     if like in (name, *before):
@@ -365,5 +365,5 @@ def layout_of(gpus: int | None = None, **given: Any) -> Layout:
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """Of the type of a field: the only values that it has; none if there are others."""
+    """The only values that a field of this type has; none if there are others."""
     return hint.__metadata__[0] if get_origin(hint) is Annotated else ()

@@ -47,7 +47,7 @@ class Pass(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the whole pass."""
+        """Seconds of the whole pass."""
         longer, shorter = max(self.device, self.host), min(self.device, self.host)
         overlapped = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP) if longer else 0.0
         return overlapped + self.gathering
@@ -168,7 +168,7 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Of a parameter's gradient: bf16's are summed in fp32."""
+    """Bytes of a parameter's gradient: bf16's are summed in fp32."""
     return 2 if layout.precision == "fp16" else 4
 
 

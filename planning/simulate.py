@@ -197,30 +197,30 @@ class Simulation:
         """Every idle gap, with its causes, in the order of ranks and time."""
         work, equal = self.work, self.equal()
         level = self.simulator.run(Work(work.seconds, recompute=work.recompute))  # no messages
-        found = []
+        gaps = []
         for r, row in enumerate(self.rows):
             for timed, uneven, even in zip(row, level.rows[r], equal.rows[r], strict=True):
                 if timed.idle > 1e-9 * self.span:
                     causes = _split(timed.idle, uneven.idle, even.idle)
                     place = (r, timed.start - timed.idle, timed.start)
-                    found.append(Gap(*place, timed.action, timed.waits_for, causes))
+                    gaps.append(Gap(*place, timed.action, timed.waits_for, causes))
             end, last = self.exchanged[r], row[-1].end
             if end > last:
-                found.append(Gap(r, last, end, None, None, {EXCHANGE: end - last}))
+                gaps.append(Gap(r, last, end, None, None, {EXCHANGE: end - last}))
             if (rest := self.seconds - self.updated[r]) > 1e-9 * self.span:
                 others = (level.seconds - level.updated[r], equal.seconds - equal.updated[r])
                 causes = _split(rest, *others)
-                found.append(Gap(r, self.updated[r], self.seconds, None, None, causes))
-        return found
+                gaps.append(Gap(r, self.updated[r], self.seconds, None, None, causes))
+        return gaps
 
     @cached_property
     def idle(self) -> dict[str, float]:
         """Idle seconds of a rank by cause, on average."""
-        found: defaultdict[str, float] = defaultdict(float)
+        sums: defaultdict[str, float] = defaultdict(float)
         for gap in self.gaps:
             for cause, part in gap.causes.items():
-                found[cause] += part / len(self.rows)
-        return dict(found)
+                sums[cause] += part / len(self.rows)
+        return dict(sums)
 
     def equal(self) -> Simulation:
         """The same without messages, and every action takes as long as the mean of its kind."""

@@ -238,8 +238,8 @@ def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[
 
 
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
-    """Of the runs that left the gradients of their first step (--pytest): the largest difference
-    between their ranks, and from the first such run, and the parameter where it is."""
+    """Compares the gradients that runs left of their first step (--pytest): the largest difference
+    between the ranks of each, and from the first run, and the parameter where it is."""
     rows: list[dict[str, Any]] = []
     first: dict[str, Tensor] = {}
     for run in runs:

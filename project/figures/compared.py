@@ -74,7 +74,7 @@ def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
         for e in events:
             if e.kind in ("F", "B", "I", "W"):
                 times[action_of(e, num_stages)] += [e.start, e.end]
-        rows.append({action: (min(found), max(found)) for action, found in times.items()})
+        rows.append({action: (min(clock), max(clock)) for action, clock in times.items()})
     return rows
 
 
@@ -121,15 +121,15 @@ def messages(
         for action, (_, end) in row.items():
             for part in ended_with(action):
                 ends[part] = max(ends[part], end)
-    found = []
+    waited = []
     for row, r in zip(rows, rank_of, strict=True):
         free = 0.0
         for action, (start, end) in row.items():
             sent = [ends[a] for a in dependencies(action, len(ranks)) if ranks[a.stage] != r]
             if sent and free < max(sent) <= start:
-                found.append(start - max(sent))
+                waited.append(start - max(sent))
             free = end
-    return found
+    return waited
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Compared:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Of the stages."""
+        """The rank of each stage."""
         return self.predicted.simulator.ranks
 
     @property
@@ -171,10 +171,10 @@ class Compared:
             waits_for[gap.rank, gap.before] = gap.waits_for
         rows = rows_of(self.events, len(self.ranks))
         finish = max(end for row in rows for _, end in row.values())
-        found = {}
+        gaps_of = {}
         for (name, events), r, row in zip(self.events.items(), self.rank_of, rows, strict=True):
             busy = [e for e in events if e.kind in ("R", "optimizer")]
-            found[name] = list[Gap]()
+            gaps_of[name] = list[Gap]()
             free = 0.0
             for before, (start, end) in [*row.items(), (None, (self.measured, self.measured))]:
                 idle = start - free - spent(e for e in busy if free <= e.start and e.end <= start)
@@ -182,9 +182,9 @@ class Compared:
                     late = finish - free if before is None else 0.0
                     parts = _share(idle, causes[r, before], late)
                     needs = waits_for.get((r, before))
-                    found[name].append(Gap(r, free, start, before, needs, parts))
+                    gaps_of[name].append(Gap(r, free, start, before, needs, parts))
                 free = max(free, end)
-        return found
+        return gaps_of
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
@@ -201,12 +201,12 @@ def _share(idle: float, causes: Mapping[str, float], late: float) -> dict[str, f
     """Idle seconds by cause: as predicted, or less of everything. The rest is the wait for ranks
     that were `late` seconds behind, and `other`."""
     predicted = sum(causes.values())
-    found = {cause: part * min(1.0, idle / predicted) for cause, part in causes.items() if part}
+    parts = {cause: part * min(1.0, idle / predicted) for cause, part in causes.items() if part}
     rest = idle - min(idle, predicted)
-    late -= sum(part for cause, part in found.items() if cause != EXCHANGE)
-    found[REPLICAS] = min(rest, max(0.0, late))
-    found[OTHER] = rest - found[REPLICAS]
-    return {cause: part for cause, part in found.items() if part > 0.01 * idle}
+    late -= sum(part for cause, part in parts.items() if cause != EXCHANGE)
+    parts[REPLICAS] = min(rest, max(0.0, late))
+    parts[OTHER] = rest - parts[REPLICAS]
+    return {cause: part for cause, part in parts.items() if part > 0.01 * idle}
 
 
 def compare(
@@ -224,7 +224,7 @@ def compare(
         UserError: the step was not recorded, or there is none in which all workers had work.
     """
     steps = {k: in_step(workers, k) for k in steps_of(workers)}
-    steps = {k: found for k, found in steps.items() if all(actions_of(found).values())}
+    steps = {k: rows for k, rows in steps.items() if all(actions_of(rows).values())}
     if not steps:
         raise UserError("in no recorded step all workers had work; record more, with --timeline")
     if step is None:
@@ -236,7 +236,7 @@ def compare(
     n, m = max(rank_of) + 1, micro_batches(shown)
     stages = 1 + max(e.stage for row in actions_of(workers).values() for e in row) if n > 1 else 1
     simulator = Simulator(find(schedule, stages // n)(n, m))
-    alike = [found for found in steps.values() if micro_batches(found) == m]
+    alike = [rows for rows in steps.values() if micro_batches(rows) == m]
     seconds = median_seconds(simulator.ranks, rank_of, alike or [shown])
     return Compared(step, rank_of, shown, seconds, simulator.run(work or seconds.work()))
 
