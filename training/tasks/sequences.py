@@ -282,10 +282,8 @@ class SequenceTask(TrainingTask, ABC):
             tokenizer.add_special_tokens(self.special_tokens())
             tokenizer.save_pretrained(args.workdir)
             return
-        text = (
-            [*self._fingerprints],
-            self._fingerprints["train"],
-        )  # less is learned if some is held out
+        # Of plain text less is learned where a part of train is held out: which splits there are.
+        text = [*self._fingerprints], self._fingerprints["train"]
         folder = self._made_from("tokenizer", args.vocab_size, *text)
         made_once(folder, self.train_tokenizer)
         shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
