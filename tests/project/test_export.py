@@ -121,18 +121,45 @@ def test_the_snippet_translates_as_generate_py_does(
 
 
 def test_programs_start_from_it(learned: Learn, pairs: Path, ranks: Ranks) -> None:
-    """And finds the losses of any other."""
+    """And find the losses of any other."""
+    (single, *others) = losses_of_programs(pairs, ranks, "train pipeline")
+    assert others == [pytest.approx(single, rel=SAME, nan_ok=True)]
+    assert single[0] < losses(learned("pairs").workdir)[0]
+
+
+def test_programs_start_from_a_model_of_another_kind(pairs: Path, ranks: Ranks) -> None:
+    """With an activation, a width and a head that a model from nothing cannot have."""
+    shutil.copytree(pairs, "model")
+    config, weights = Path("model/config.json"), Path("model/model.safetensors")
+    fields = {"activation_function": "relu", "n_inner": 40, "tie_word_embeddings": False}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    values = {name: _narrow(name, p) for name, p in load(weights.read_bytes()).items()}
+    values["lm_head.weight"] = 2 * values["transformer.wte.weight"]
+    weights.write_bytes(save(values))
+    single, *others = losses_of_programs(Path("model"), ranks, "train pipeline", "train tensor")
+    assert others == [pytest.approx(single, rel=SAME, nan_ok=True)] * 2
+
+
+def _narrow(name: str, p: torch.Tensor) -> torch.Tensor:
+    """40 of the 64 neurons of an MLP."""
+    if "c_fc" in name:
+        return p[..., :40].contiguous()
+    return p[:40].contiguous() if name.endswith("mlp.c_proj.weight") else p
+
+
+def losses_of_programs(model: Path, ranks: Ranks, *on_ranks: str) -> list[list[float]]:
+    """Of one process, and of these programs, in float64."""
     sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
-    line = TINY.replace(sizes, f"--model {pairs}")
+    line = TINY.replace(sizes, f"--model '{model.resolve()}'")
     line += "--model_max_length 24 --n_epochs 1 --dropout 0 --precision fp64 "
     found = []
-    for program, on in (("train single", None), ("train pipeline", ranks)):
+    for program in ("train single", *on_ranks):
         workdir = Path(program).resolve()
+        on = ranks if program in on_ranks else None
         printed, error = run(f"{program} {line} --workdir '{workdir}'", on)
         assert error is None, printed
         found.append(losses(workdir))
-    assert found[1] == pytest.approx(found[0], rel=SAME, nan_ok=True)
-    assert found[0][0] < losses(learned("pairs").workdir)[0]
+    return found
 
 
 def test_what_cannot_be_written(pairs: Path) -> None:
