@@ -114,8 +114,10 @@ def bleu_tokenizer(references: Iterable[str]) -> str:
     no spaces between them a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
     a word) for Japanese, Thai and other such scripts; "13a", the usual one, for the rest. The
     letters decide, since a column of translations may have any name."""
-    letters = (letter for text in references for letter in text if letter.isalpha())
-    scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in letters)
+    scripts = Counter[str]()
+    for letter, times in Counter("".join(references)).items():
+        if letter.isalpha():
+            scripts[unicodedata.name(letter, "").split(" ")[0]] += times
     unspaced = sum(scripts[script] for script in SCRIPTS_WITHOUT_SPACES)
     if unspaced <= scripts.total() / 2:
         return "13a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class TranslationTask(SequenceTask):
     score_name = "BLEU"
     needs_an_epoch = True
 
-    @property
+    @cached_property
     def score_details(self) -> dict[str, str]:
         """What BLEU takes for a word."""
         test = self.texts.splits["test"]
