@@ -215,7 +215,7 @@ class SharedBuffers(Buffers):
 
     def start_sums(self, sums: Sequence[Sum]) -> Wait:
         """Announces that the terms may be read; sums when it is finished."""
-        calls = [(len(s.whole), s.whole.dtype, s.accumulate) for s in sums]
+        calls = [(len(s.whole), s.whole.dtype) for s in sums]
         all_have_written = self.memory.announce("sum", *calls)
 
         def finish() -> None:

@@ -48,12 +48,14 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
 
 
 def rows_exchanged(rank: int, size: int, share: bool) -> list[list[list[int]]]:
-    """Rank r sends r * q rows to rank q, so rank 0 none; then a thousand times as many, more than
-    the first memory holds."""
+    """Rank r sends r * (q + 1) rows to rank q, so rank 0 none; then so many times as many that the
+    first memory does not hold them."""
     with processes.sharing(share):
         mine, found = Communicator(torch.distributed.group.WORLD), []
-        for times in (1, 1 << 20):
-            lengths = mine.gather_numbers([rank * q * times for q in range(size)], RAMP.device)
+        for times in (1, 1 << 18):
+            lengths = mine.gather_numbers(
+                [rank * (q + 1) * times for q in range(size)], RAMP.device
+            )
             x = torch.cat([torch.full((n, 1), 10 * rank + q) for q, n in enumerate(lengths[rank])])
             y = mine.all_to_all(x, lengths)
             found.append(y[::times].tolist())
@@ -65,7 +67,7 @@ def rows_exchanged(rank: int, size: int, share: bool) -> list[list[list[int]]]:
 def test_each_rank_may_send_and_get_another_number_of_rows(
     three_ranks: processes.Ranks, share: bool
 ) -> None:
-    want = [[], [[11], [21], [21]], [[12], [12], [22], [22], [22], [22]]]
+    want = [[[10]] + [[20]] * 2, [[11]] * 2 + [[21]] * 4, [[12]] * 3 + [[22]] * 6]
     assert three_ranks.run(rows_exchanged, share) == [[rows, rows] for rows in want]
 
 
