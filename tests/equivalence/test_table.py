@@ -21,7 +21,7 @@ from tests.equivalence.compare import check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import ODD, TABLE, find
-from tests.ranks import Ranks
+from tests.ranks import Ranks, nan_in_new_memory
 from training.launch.world import World
 from training.layouts import layout
 from training.tasks.sequences import SequenceTask
@@ -36,7 +36,8 @@ def on_a_rank(rank: int, world_size: int, name: str, steps: int, draws: bool) ->
     """What is said of a row. `draws`: dropout is not hashed, but drawn."""
     row, world = find(name), World(rank, world_size)
     expected: Any = world.from_main(reference(row.problem, steps) if world.is_main else None)
-    with patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext():
+    drawn = patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext()
+    with drawn, nan_in_new_memory():
         return check(row, expected, world, steps, torch.float64).failure
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.schedules.catalogue import SCHEDULES
 from pipeline.schedules.printed import peak_alive
-from planning.cost import PricedStep
+from planning.cost import PricedStep, blocks_of_stages
 from planning.describe import MACHINES, Layout, machine, model_of
-from planning.passes import Group, group
+from planning.passes import Group, Pass, group
 
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
@@ -36,6 +36,8 @@ def test_a_ring_takes_what_the_formula_says() -> None:
     for size, seconds in ((2, 1.02e-3), (3, 1.373333e-3), (8, 1.89e-3)):
         assert Group(size, size, 1e9, 1e-5, 1e-3).reduce(1e6) == pytest.approx(seconds)
     assert Group(1, 1, 1e9, 1e-5, 1e-3).reduce(1e6) == 0
+    # 15 hops over two nodes: two of them leave a node.
+    assert Group(16, 8, 1e9, 1e-5, 1e-3).scatter(1e6) == pytest.approx(3.0675e-3)
 
 
 def test_groups_share_the_network_of_their_nodes() -> None:
@@ -47,7 +49,86 @@ def test_groups_share_the_network_of_their_nodes() -> None:
     assert group(A100, 16, 8)[:3] == (16, 1, 0.85 * 200e9 / 8)
     # The second 6 of 24 ranks are 2 of a node and 4 of the next. 12 are two nodes of 6.
     assert group(A100, 6, 1)[:3] == (6, 2, 0.85 * 200e9 / 4)
-    assert PricedStep(MODEL, Layout(12, dp=2, tp=6, batch_size=2), A100).machine.gpus_per_node == 6
+    node = PricedStep(MODEL, Layout(12, dp=2, tp=6, batch_size=2), A100).machine
+    assert (node.gpus_per_node, node.network_gbs) == (6, 150)
+
+
+def test_the_order_of_the_axes_says_who_are_neighbours() -> None:
+    """8 replicas of 2 stages of 2 ranks: in a node are all ranks of 2 replicas, or of a stage those
+    of 4, and then stages send over the network: 4 micro-batches of 1024 x 1024 numbers, 2 B each,
+    of which a rank has half."""
+    layout = Layout(32, dp=8, pp=2, tp=2, micro_batch=4, batch_size=64)
+    inner, outer = (
+        PricedStep(MODEL, replace(layout, order=order), A100) for order in ("dp-pp-tp", "pp-dp-tp")
+    )
+    assert [step.replicas[:2] for step in (inner, outer)] == [(8, 2), (8, 4)]
+    sent, late = 4 * 1024 * 1024 * 2 / 2, A100.message_us * 1e-6
+    link, network = A100.link_us * 1e-6 + late, A100.network_us * 1e-6 + late
+    assert inner.message == pytest.approx(sent / (0.79 * 300e9) + link)
+    assert outer.message == pytest.approx(sent / (0.85 * 200e9 / 8) + network)
+
+
+def test_blocks_of_stages() -> None:
+    """As many each; or embedding and head count as one each; or by work: the head is 4.1 blocks."""
+    for layers, balance, stages, blocks in (
+        (24, "uniform", 4, [6, 6, 6, 6]), (22, "uniform", 8, [2, 3, 3, 3, 3, 3, 3, 2]),
+        (24, "auto", 4, [7, 7, 7, 3]),
+    ):  # fmt: skip
+        layout = Layout(stages, pp=stages, batch_size=8)
+        where = replace(A100, balance=balance)
+        assert blocks_of_stages(replace(MODEL, layers=layers), layout, where) == blocks
+
+
+def test_what_backward_takes() -> None:
+    """Twice the products, two and a half times the attention, as many all-reduces; and, if a block
+    is computed again, all of a forward more."""
+    layout = Layout(2, tp=2, micro_batch=2, batch_size=4)
+    again = replace(layout, recompute="always")
+    flash = replace(A100, attention="flash")
+    block, more = (PricedStep(MODEL, x, flash).block for x in (layout, again))
+    forward, backward = block[:2]
+    assert backward.products == 2 * forward.products
+    assert backward.attention == 2.5 * forward.attention
+    assert backward.tensor == forward.tensor > 0
+    assert more.backward == pytest.approx([a + b for a, b in zip(forward, backward, strict=True)])
+    of_one = PricedStep(MODEL, Layout(1, micro_batch=2, batch_size=4), flash).block.forward
+    wide = PricedStep(replace(MODEL, gated_mlp=True), layout, flash).block.forward
+    gate = 2048 * 3 * 4096 * 2 / 2 / flash.memory_per_second  # tokens, numbers, bytes, ranks
+    assert wide.elementwise - forward.elementwise == pytest.approx(gate)
+    # torch's own stops at the last tensor that backward needs: the last product is not repeated.
+    sharded = Layout(8, dp=8, micro_batch=2, batch_size=16, recompute="always")
+    all_of_it, less = (
+        PricedStep(MODEL, replace(sharded, zero=zero), flash).block.backward.products
+        for zero in (0, 3)
+    )
+    assert (all_of_it - less) / of_one.products == pytest.approx(4 / 12, rel=0.1)
+    assert forward.host - of_one.host == pytest.approx(2 * A100.collective_us * 1e-6)
+
+
+def test_a_pass_is_longer_than_the_longer_of_gpu_and_host() -> None:
+    assert [Pass(2.0).seconds, Pass(host=3.0, gathering=1.0).seconds] == [2, 4]
+    assert Pass(1.0, host=1.0).seconds == pytest.approx(2 ** (1 / 4))
+
+
+def test_what_is_held_of_cut_matrices() -> None:
+    """2 x 1024 tokens on 2 ranks, width 1024, 16 heads: each rank has the scores of its own heads,
+    with a byte of their mask, and under sequence parallelism half of what lies between matrices."""
+    layout = Layout(2, tp=2, micro_batch=2, batch_size=4)
+    flash, kept = replace(A100, attention="flash"), replace(A100, gathered="kept")
+    for parallel, shared in ((False, 1), (True, 2)):
+        cut = replace(layout, sequence_parallel=parallel)
+        step = PricedStep(MODEL, cut, A100)
+        masks, scores = 2 * 1024 / shared, 5 * 16 * 1024 / 2
+        assert step.whole - PricedStep(MODEL, cut, flash).whole == 2048 * (masks + scores)
+        assert step.entry == 2048 * 2 * 1024 / shared
+        gathered = 2048 * 2 * 2 * 1024 * (1 - 1 / shared)
+        assert PricedStep(MODEL, cut, kept).whole - step.whole == gathered
+
+
+def test_sizes_in_the_place_of_a_presets() -> None:
+    """The width of the MLP follows that of the model; a size may be switched off."""
+    changed = model_of("llama-2-7b", hidden=64, heads=None, gated_mlp=False)
+    assert (changed.ffn, changed.heads, changed.gated_mlp) == (256, 32, False)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +153,21 @@ def test_memory_is_what_can_be_counted() -> None:
         (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (4 / 8, 4 / 8, 8 / 8)),
     ):  # fmt: skip
         layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
-        (found,) = PricedStep(MODEL, layout, A100).memory
+        step = PricedStep(MODEL, layout, A100)
+        (found,) = step.memory
         assert found[:3] == pytest.approx([MODEL.parameters * size for size in bytes_each])
+        assert step.memory_gb == pytest.approx(sum(found) / 2**30)
         working.append(found.working)
     assert working[3] - working[2] == 2 * (3 * MODEL.block + MODEL.table)
+    single = PricedStep(MODEL, Layout(1, batch_size=1, precision="fp32"), machine("v100"))
+    assert single.memory[0][:3] == tuple(MODEL.parameters * size for size in (4, 4, 8))
+    half = PricedStep(MODEL, Layout(1, batch_size=1, precision="fp16"), machine("v100"))
+    assert half.memory[0][:3] == tuple(MODEL.parameters * size for size in (2, 2, 12))
+    # 5 % of a GPU's memory are fragments that no tensor can use.
+    for size, fits in ((1.04, False), (1.06, True)):
+        assert (
+            PricedStep(MODEL, layout, replace(A100, memory_gb=size * step.memory_gb)).fits == fits
+        )
     # 1F1B's stage s of 4 holds 4 - s micro-batches; the last one logits, too.
     staged = PricedStep(MODEL, Layout(4, pp=4, batch_size=64, micro_batch=4), A100).memory
     one = staged[2].activations / 2
@@ -94,6 +186,10 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         layout = Layout(**({"gpus": 8, "batch_size": 64, "micro_batch": 1} | given))
         found = PricedStep(MODEL, layout, A100)
         assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.02)
+        # 6 operations per parameter and token, and per block 6 of width x positions: causal.
+        operations = 64 * 1024 * (6 * MODEL.parameters + 24 * 6 * 1024 * 1024)
+        assert 8e12 * found.tflops * found.seconds == pytest.approx(operations)
+        assert found.tokens_per_second * found.seconds == pytest.approx(64 * 1024)
 
 
 def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
@@ -132,6 +228,7 @@ def test_queries_that_share_keys_and_values_cost_less() -> None:
     layout = Layout(8, dp=8, batch_size=8, zero=3)
     less, more = (PricedStep(model, layout, machine("h100")) for model in (shared, own))
     assert less.seconds < more.seconds
+    assert less.block.forward.products < 0.95 * more.block.forward.products
     assert less.memory_gb < more.memory_gb
 
 
@@ -231,14 +328,17 @@ def test_nothing_runs_beside_the_computation_of_a_core() -> None:
 
 
 def test_parameters_may_be_gathered_during_the_next_forward() -> None:
-    """Under ZeRO-1, block by block. The first one's are waited for."""
-    layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=1)
-    after, beside = (
-        PricedStep(MODEL, layout, replace(A100, overlap=word)).parts["update"]
-        for word in ("gradients", "all")
-    )
+    """Under ZeRO-1 and 2, block by block. The first one's are waited for."""
     block = group(A100, 8, 1).scatter(2 * MODEL.parameters / 24)
-    assert after - beside == pytest.approx(23 * block)
+    for zero in (1, 2):
+        layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
+        after, beside = (
+            PricedStep(MODEL, layout, replace(A100, overlap=word)).parts["update"]
+            for word in ("gradients", "all")
+        )
+        assert after - beside == pytest.approx(23 * block)
+        moved = 48 * MODEL.parameters / 8 / A100.memory_per_second
+        assert beside == pytest.approx(2e-3 + moved + block)
 
 
 def test_no_order_takes_less_than_the_bound_of_the_search() -> None:

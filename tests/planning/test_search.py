@@ -53,6 +53,23 @@ def test_positions_are_whole_where_that_is_asked_for() -> None:
     assert [x.tp for x in layouts(MODEL, 8, 64, sequence_parallel=False)] == cut
 
 
+def test_every_cut_divides_heads_and_the_mlp() -> None:
+    for model, cuts in (
+        (replace(MODEL, ffn=4098), {1, 2}), (replace(MODEL, heads=4), {1, 2, 4}),
+    ):  # fmt: skip
+        assert {layout.tp for layout in layouts(model, 8, 64)} == cuts
+
+
+def test_a_preset_is_named_if_its_sizes_are() -> None:
+    """The length of sequences is an option of its own."""
+    layout = Layout(8, dp=8, batch_size=64)
+    for model, words in (
+        (replace(MODEL, seq=512), "gpt2-medium "), (replace(MODEL, layers=5), "gpt2 --n_layer 5 "),
+    ):  # fmt: skip
+        line = command(model, layout, A100, "gpt2-medium")
+        assert f"train.py ddp --model {words}" in line
+
+
 def test_nothing_fits_is_said() -> None:
     big = model_of(None, layers=96, hidden=12288, heads=96, vocab=51200, seq=2048)
     least = min(PricedStep(big, layout, A100).memory_gb for layout in layouts(big, 8, 8))

@@ -164,10 +164,12 @@ def test_a_rank_with_another_gradient_is_found(course: Path, tmp_path: Path) -> 
     gradients = torch.load(path, weights_only=True)
     gradients["transformer.h.1.ln_1.bias"][3] += 0.5
     torch.save(gradients, path)
+    shutil.copy(path.with_name("model0_gradients.pth"), path.with_name("model2_gradients.pth"))
     runs = report.reported([course / "gradients1", tmp_path / "wrong"])
     first, second = report.gradients(runs)
     assert first["between"] == 0 and first["apart"] == 0
     assert second["between"] == pytest.approx(0.5) and second["apart"] < 1e-6
+    assert (first["ranks"], second["ranks"]) == (1, 3)
 
 
 def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +202,53 @@ def test_what_the_planner_predicts(course: Path) -> None:
     poorer = replace(machine("a100-80gb"), tflops={"bf16": 312})
     with pytest.raises(UserError, match=r"pp on --machine a100-80gb: --precision fp32: "):
         report.render(report.reported([course / "pp"], poorer), PAGE / "report.html")
+
+
+def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
+    """5 examples of a replica are 3 micro-batches of 2 at most, and 120 positions of 10 examples
+    sequences of 12. Its 8 ranks share 4 cores; two neighbours have parts of a stage's matrices."""
+    about: dict[str, Any] = {
+        "batch_size": 10, "dp": 2, "pp": 2, "tp": 2, "num_microbatches": 3, "schedule": "1f1b",
+        "chunks": 2, "precision": "bf16", "recompute": "sqrt", "loss": [4.0, 1.0],
+    }  # fmt: skip
+    folder = write_run(tmp_path, "3d8", **about)
+    sizes = {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 300, "n_positions": 128}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    four_cores = replace(machine("a100-80gb"), gpus_per_node=4)
+    (run,) = report.reported([folder], four_cores)
+    priced = run.priced
+    assert priced is not None
+    layout = priced.layout
+    assert (priced.model.seq, layout.micro_batch, layout.num_microbatches) == (12, 2, 3)
+    assert (layout.chunks, layout.precision, layout.recompute) == (None, "bf16", "always")
+    assert priced.machine.tflops["bf16"] == four_cores.tflops["bf16"] / 2
+    assert priced.machine.link_us == 2 * four_cores.link_us
+    assert four_cores.shared(2) == four_cores
+    first, last = (held.gib * 2**30 for held in priced.memory)
+    assert run.planned_memory() == 2 * [first, first, last, last] and first != last
+    assert run.memory == 700_000_007 / 2**30
+    threads = replace(run, folder=write_run(tmp_path, "pipeline1", num_devices=2, **about))
+    (threads.folder / "config.json").write_text(json.dumps(sizes))
+    assert threads.priced is not None and threads.planned_memory() == []
+    other = replace(run, folder=write_run(tmp_path, "ddp1", **about | {"loss": [4.2, 1.1]}))
+    assert (report.apart(run, run), report.apart(other, run)) == ("", "1.0e-01")
+
+
+def test_what_replicas_take() -> None:
+    """A message is sent when the last replica has what it adds to, and gradients are exchanged
+    until the first update begins."""
+
+    def row(stage: int, *events: tuple[str, float, float]) -> list[Event]:
+        return [Event(kind, stage, 0, start, end) for kind, start, end in events]
+
+    workers = {
+        "rank 0": row(0, ("F", 0, 2), ("B", 4, 6), ("optimizer", 7, 8)),
+        "rank 1": row(1, ("F", 2.25, 3), ("B", 3, 4), ("optimizer", 8, 11)),
+        "rank 2": row(0, ("F", 0, 1), ("B", 4, 5), ("optimizer", 7, 8)),
+        "rank 3": row(1, ("F", 2.25, 3), ("B", 3, 4), ("optimizer", 8, 11)),
+    }
+    found = compare(workers, "1f1b", [0, 1, 0, 1]).seconds
+    assert (found.transfer, found.exchange, found.update) == (0.125, 1, 2)
 
 
 def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:

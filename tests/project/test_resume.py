@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,11 +26,12 @@ from tests.project.programs import (
     weights,
 )  # fmt: skip
 from tests.ranks import Ranks
-from training.checkpoint import Saver
-from training.launch.errors import counted
+from training.checkpoint import Checkpoint, Saver
+from training.launch.errors import UserError, counted
 from training.loop import seed_step
 from training.optimization import Recipe
 from training.results import read_metrics
+from training.resume import Resume, Saving, find_resume
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -192,6 +194,41 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     assert Path("work/earlier_1/summary.json").exists()
     printed, _ = run(decaying + "--resume")
     assert f"{nothing}1 step. A decaying rate depends on the run's length: " in printed
+
+
+def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the unit that is typed; 6 steps of 4 an epoch are two epochs at least."""
+    options = {"strategy": "ddp", "num_batches": 7, "n_epochs": 5}
+    state = {"steps": 6, "steps_per_epoch": 4, "options": options}
+    found = Checkpoint(Path("c"), state, None)
+    monkeypatch.setattr("training.resume.newest", lambda _: (found, []))
+
+    def resumed(typed: str) -> Any:
+        args = parse(f"train ddp --resume --workdir work {typed}")
+        find_resume(args)
+        return args
+
+    assert resumed("").num_batches == 7
+    assert resumed("--n_epochs 2").num_batches is None
+    for short, least in (("n_epochs 1", 2), ("num_batches 5", 6)):
+        with pytest.raises(UserError, match=rf"has done 6 steps; --\w+ {least} or more works"):
+            resumed(f"--{short}")
+
+
+def test_parts_of_a_batch_go_on_from_their_own_totals_or_from_equal_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("training.resume.load_training", Mock())
+    totals = {"positions": 100, "tokens": 80, "seconds": 4.0, "loss_sum": 3.0, "steps": 2}
+    model = SimpleNamespace(dp_size=2, dp_rank=1)
+    saving: Any = SimpleNamespace(saver=Mock(), optimizer=Mock(), model=model)
+    for shares, own in (
+        ([[60, 50, 4.0], [40, 30, 5.0]], (40, 30, 5.0)), ([[100, 80, 4.0]], (50, 40, 4.0)),
+    ):  # fmt: skip
+        state = {"steps": 2, "totals": totals, "shares": shares}
+        done = Saving.restore(saving, Resume(Checkpoint(Path("c"), state, None)))
+        assert (done.positions, done.tokens, done.seconds) == own
+        assert (done.loss_sum, done.steps) == (3.0, 2)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:

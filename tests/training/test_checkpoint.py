@@ -93,6 +93,11 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     saver.prune(1)
     clean(folder)
     assert names_in(folder) == ["000005-step5", *others[1:]]
+    beside = Saver(tmp_path / "beside", background=True)
+    for step in (1, 2):  # the second waits for the first
+        beside.save(f"step{step}", [Held.whole("x", torch.tensor(step))], {}, {})
+    beside.wait()
+    assert names(tmp_path / "beside") == ["000001-step1", "000002-step2"]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:

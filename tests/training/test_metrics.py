@@ -63,6 +63,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     assert steps[0]["learning_rate"] == 0.005 and steps[1]["learning_rate"] == 0.01
     assert all(x.keys() == STEP for x in steps)
     assert [(x["step"], x["epoch"]) for x in evaluations] == [(4, 0), (8, 1)]
+    assert not any(key.endswith("tokens_per_sec") for x in evaluations for key in x)
     assert evaluations[1]["validation_loss"] == summary("one")["validation_loss"]
     shown = EventAccumulator("one/tensorboard").Reload().Scalars("loss")
     assert [e.value for e in shown] == pytest.approx([x["loss"] for x in steps])

@@ -50,6 +50,7 @@ class _OfTwoReplicas(World):
 def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     results: Results, tmp_path: Path
 ) -> None:
+    """Else each rank for itself, also the second one of another host."""
     results.model.results_per_rank = False
     for rank in range(2):
         results.world = _OfTwoReplicas(rank)
@@ -63,6 +64,11 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     pairs = [{"example": PAIRS[0], "gen": "Bäh"}, {"example": PAIRS[1], "gen": "b"}]
     assert read_json(tmp_path / "gen_epoch3.json") == pairs
     assert "Bäh" in (tmp_path / "gen_epoch3.json").read_text("utf-8")  # not escaped
+    results.model.results_per_rank, results.world = True, _OfTwoReplicas(3, 1, 1)
+    results.end_epoch(4, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
+    assert names_in(tmp_path)[2:] == ["rank3_gen_epoch4.json", "rank3_results_epoch4.json"]
+    assert read_json(tmp_path / "rank3_results_epoch4.json")["tokens_per_sec"] == 2000.0
+    assert results.history == 3 * [(12.5, 4000.0)]  # of all ranks
 
 
 def test_the_table_and_the_lines_of_the_course(
@@ -86,6 +92,11 @@ def test_the_table_and_the_lines_of_the_course(
         "    1        1.500         2.250      33.1     12s         2,000           1,600",
         "Epoch 0: Training Time = 12.50, Tokens_per_sec = 2000.0",
     ]
+    results.generated, results.resumed = [], True  # the epoch that was begun and the next are not
+    results.history = [(99.0, 1.0), (10.0, 100.0), (12.0, 102.0), (14.0, 104.0)]
+    results.close()
+    closing = "per epoch, without the first: 13.0 ± 1.4 s, 103 ± 1 positions/s\n\n"
+    assert capsys.readouterr().out == closing
     assert [spread(s, "s") for s in ([4.0, 6.0], [400.0])] == ["5.0 ± 1.4 s", "400 s"]
 
 

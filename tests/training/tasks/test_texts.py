@@ -23,7 +23,7 @@ from training.tasks import plain_text, text_files
 from training.tasks.pictures import load_pictures
 from training.tasks.plain_text import END, load_texts
 from training.tasks.text_files import BUILTIN_FOLDER, rows_of_files, text_lines
-from training.tasks.texts import SPLITS, Texts, load_pairs, made_once
+from training.tasks.texts import SPLITS, Texts, hash_of, load_pairs, made_once
 
 ALL = {"train": None, "validation": None, "test": None}
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
@@ -48,7 +48,8 @@ def load(dataset: object, dp: int = 1, **sizes: int | None) -> Texts:
         wanted = {**ALL, **sizes}
         same = load_pairs(str(dataset), "de", "en", wanted, dp, World(), Path("facts"))
         assert (in_memory(same), same.notes) == (in_memory(texts), texts.notes)
-        assert same.fingerprints() == texts.fingerprints()
+        hashes = {split: hash_of(rows) for split, rows in in_memory(texts).items()}
+        assert same.fingerprints() == texts.fingerprints() == hashes
     return texts
 
 
@@ -161,7 +162,7 @@ WRITERS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
         lambda rows: json.dumps([{"translation": row} for row in pairs(rows)], indent=1).encode(),
     ),
     "json, a row per line": ("a.json", to_jsonl),
-    "csv": ("a.csv", table('7,"{x}","{y}"\n', "id,de,en\n")),
+    "csv": ("a.csv", table('7,"{x}","{y}"\n', 'id,"de",en\n')),
     "csv, a blank after the comma": ("a.csv", table('"{x}", "{y}"\n', "de, en\n")),
     "csv, semicolons": ("a.csv", table("{x};{y}\r\n", "de;en\r\n")),
     "tsv": ("a.tsv", table("{y}\t{x}\n", "en\tde\n")),
@@ -200,15 +201,16 @@ def test_a_quote_is_a_letter_in_tsv(tmp_path: Path) -> None:
 
 def test_a_cell_in_quotes_may_have_lines_commas_and_quotes(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
-    path.write_text('de,en\n"a\n""b"", c",d\n,\ne "f" g,\n')
-    assert rows_of(path) == pairs([('a\n"b", c', "d"), ('e "f" g', "")])
+    book = 200_000 * "x"
+    path.write_text(f'de,en\n"a\n""b"", c",d\n,\ne "f" g,\n{book},"{book}"\n')
+    assert rows_of(path) == pairs([('a\n"b", c', "d"), ('e "f" g', ""), (book, book)])
 
 
 def test_columns_that_nobody_needs_may_be_anything(tmp_path: Path) -> None:
-    """In one file null and in another a number, a list, or missing."""
+    """In one file null and in another a number, a list, or missing. Pairs may have a `text`."""
     for number, more in enumerate((None, 1, [2], "three")):
         rows: list[Any] = [
-            row | {"id": more} for row in pairs(numbered(9 * number, 9 * number + 9))
+            row | {"id": more, "text": "a"} for row in pairs(numbered(9 * number, 9 * number + 9))
         ]
         (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "4.jsonl").write_bytes(to_jsonl(numbered(36, 40)))
@@ -240,15 +242,16 @@ def test_a_missing_validation_file_is_a_part_of_train(folder: Path) -> None:
 
 
 FOLDERS = [  # names of files with a pair or a text of their own, and which files are which split
-    ("0.jsonl train-1.jsonl valid/0.jsonl test.jsonl README.jsonl",
-     {"train": ["0.jsonl", "train-1.jsonl"], "validation": ["valid/0.jsonl"],
+    ("0.jsonl valid/train-1.jsonl valid/0.jsonl test.jsonl README.jsonl",
+     {"train": ["0.jsonl", "valid/train-1.jsonl"], "validation": ["valid/0.jsonl"],
       "test": ["test.jsonl"]}),
     ("a.txt devils.txt testament.txt training.txt valid8.txt dev.1.txt",
      {"train": ["a.txt", "devils.txt", "testament.txt", "training.txt", "valid8.txt"],
       "validation": ["dev.1.txt"]}),
     ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
      {"train": ["book.txt"], "validation": ["val.txt"]}),
-    ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl",
+    ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl "
+     "sub/train.de sub/train.en",
      {"train": ["corpus.jsonl"], "validation": ["DEV.jsonl"], "test": ["test.jsonl"]}),
 ]  # fmt: skip
 
@@ -256,13 +259,14 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
 @pytest.mark.parametrize(("names", "expected"), FOLDERS, ids=[names for names, _ in FOLDERS])
 def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, list[str]]) -> None:
     """A whole name says a split. Hidden files and folders, copies of editors, and what is about the
-    data are none. The run says which file is which split."""
+    data are none; those above say nothing. The run says which file is which split."""
+    folder = tmp_path / ".cache" / "test"
     for name in names.split():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(name if ".txt" in name else json.dumps({"de": name, "en": "x"}))
-    (tmp_path / "empty.txt").touch()
-    texts = load(tmp_path)
+    (folder / "empty.txt").touch()
+    texts = load(folder)
     found = in_memory(texts)
     if not texts.plain:
         found = {split: [pair["de"] for pair in rows] for split, rows in found.items()}

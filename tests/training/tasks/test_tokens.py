@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.tasks.plain_text import pieces
+from training.tasks.sequences import SequenceTask
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts, made_once
 from training.tasks.tokens import (
@@ -60,6 +62,9 @@ def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(
         ids = each(other)["input_ids"]
         assert min(ids) > 2
         assert each.decode(ids) == other
+    assert again.padding_side == "left"  # generation appends on the right
+    both = get_tokenizer([{"de": "ja ja ja", "en": "no no no"}], 270, "de", "en", tmp_path)
+    assert [len(both(words)["input_ids"]) for words in ("ja ja", "no no")] == [2, 2]
 
 
 def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
@@ -93,9 +98,24 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
             assert batch["label_token_weights"][i].tolist() == weights[:T]
 
 
-def test_a_tokenizer_learns_from_some_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_the_tokenizers() -> None:
+    """A pretrained one's is not token 0."""
+    other: Any = SimpleNamespace(pad_token="<pad>", convert_tokens_to_ids=lambda _: 7)
+    batch = collate_batch([Encoded([1, 2, 3], 1)], "de", "en", other, 4, "cpu")
+    assert [batch[name].tolist() for name in ("input_ids", "labels")] == [
+        [[1, 2, 3, 7]],
+        [[2, 3, 7, 7]],
+    ]
+
+
+def test_a_tokenizer_learns_from_some_of_a_large_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("training.tasks.tokens.FOR_BPE", 4)
     assert [list(evenly(range(n), n)) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
+    often, never = (dict.fromkeys(("de", "en"), f"{word} " * 3) for word in ("ja", "zz"))
+    learnt = get_tokenizer([often, never, often, never, often], 270, "de", "en", tmp_path)
+    assert [len(learnt(word)["input_ids"]) for word in ("ja", "zz")] == [1, 2]
 
 
 # Files of tokens
@@ -116,6 +136,9 @@ def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
     assert rows(pairs.__getitems__([2, 0])) == [rows(pairs)[2], rows(pairs)[0]]
     assert [list(of) for of in pairs.sizes([2, 0, 1])] == [[4, 3, 2], [3, 1, 1]]
     assert (len(pairs), pairs.num_cut()) == (3, 0)
+    for number in (-1, 3):
+        with pytest.raises(IndexError):
+            pairs[number]
     short = Tokens(path, np.uint16, 1)
     assert rows(short) == [([5, 6], 2, 0), ([8, 60000], 1, 1), ([9, 10], 1, 2)]
     assert [list(of) for of in short.sizes([0, 2])] == [[2, 2], [0, 1]]
@@ -135,6 +158,28 @@ def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     maps = Path("/proc/self/maps").read_text()
     assert str(path) not in maps
+
+
+class _Encoding(list[int]):
+    @property
+    def ids(self) -> list[int]:
+        return [*self]
+
+
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
+    for size, dtype in ((65536, np.uint16), (65537, np.int32)):
+        ids = _Encoding([size - 1, 0])
+        backend = SimpleNamespace(encode_batch_fast=lambda _, ids=ids: [ids])
+        tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
+        encoded = (tokens_of([""], tokenizer)[0], np.ones(2, np.int64))
+        task: Any = SimpleNamespace(
+            tokenizer=range(size), texts=Texts({"train": PAIRS}), _fingerprints={}, files={},
+            encoded=lambda _, some=encoded: [some],
+            _made_from=lambda *_, name=str(size): tmp_path / name,
+        )  # fmt: skip
+        folder, found = SequenceTask._tokens(task, World())
+        assert found is dtype
+        assert rows(Tokens(folder / "train", found, 9)) == [([size - 1, 0], 1, 0)]
 
 
 def test_long_pairs_are_counted_some_at_a_time(
