@@ -89,8 +89,12 @@ class Held:
 
     @property
     def label(self) -> str:
-        """The name, and where the rectangle begins, unless that is where the tensor does."""
-        return f"{self.name} from {self.offsets}" if any(self.offsets) else self.name
+        """The name, and which rectangle it is if it is not the whole, as w[0:2, 4:8]: shards that
+        begin alike may end elsewhere."""
+        if self.tensor.shape == self.shape:
+            return self.name
+        sides = zip(self.offsets, self.tensor.shape, strict=True)
+        return f"{self.name}[{', '.join(f'{at}:{at + size}' for at, size in sides)}]"
 
 
 def state_bytes(
