@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from data_parallel import gradients
 from project.train import parse_train, train_rank
+from runtime import buffers
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
@@ -34,7 +35,7 @@ from training.timeline import Timeline
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))
-GRADIENTS = str(Path(gradients.__file__))
+BUCKETS = (gradients.__file__, buffers.__file__)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -197,7 +198,7 @@ def ddp(rank: int, world_size: int, how: Any) -> tuple[Counter[str], int, Counte
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup)
     seen = third_step(model, world, model.average_gradients)
     model.close()
-    of_buckets = [kernel for kernel in seen.kernels if kernel.where.startswith(GRADIENTS)]
+    of_buckets = [kernel for kernel in seen.kernels if kernel.where.startswith(BUCKETS)]
     return waits(seen), len(seen.kernels), Counter(kernel.operator for kernel in of_buckets)
 
 
