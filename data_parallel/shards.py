@@ -93,12 +93,12 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole gathered unit."""
+        """The bytes of the whole gathered unit."""
         return self.numel * self.compute_dtype.itemsize
 
     @property
     def gradient_nbytes(self) -> int:
-        """Of the gradients of the whole unit."""
+        """The bytes of the whole unit's gradients."""
         return self.numel * self.dtype.itemsize
 
     def shard_slice(self, rank: int) -> slice:

@@ -40,7 +40,7 @@ class _Segment(NamedTuple):
     shard: nn.Parameter  # this rank's part, a view of `flat` too
 
     def stretches(self) -> Iterator[slice]:
-        """Of every rank's part, one after the other."""
+        """The slices of every rank's part, one after the other."""
         step = max(1, BYTES_AT_ONCE * len(self.shard) // self.flat.nbytes)  # elements
         for begin in range(0, len(self.shard), step):
             yield slice(begin, begin + step)

@@ -94,7 +94,8 @@ def settled(args: O) -> O:
 
 
 def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule]:
-    """Of every program. The batch is dealt out in `parts`, whose number the option `dealt` sets."""
+    """The rules of every program. The batch is dealt out in `parts`, whose number the option
+    `dealt` sets."""
     cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
     kind = choose_device(args.device, 0, args.world_size).type
     started = torchrun_world_size()

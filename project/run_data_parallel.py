@@ -25,7 +25,7 @@ from training.options import Architecture, Data, DataParallel, Files, Options, P
 
 @dataclass
 class DataParallelOptions(Options):
-    """Of run_data_parallel.py."""
+    """The options of run_data_parallel.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Processes, DataParallel)
 

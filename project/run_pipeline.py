@@ -26,7 +26,7 @@ from training.options import UNSET, Architecture, Data, Files, Options, Stages, 
 
 @dataclass
 class PipelineOptions(Options):
-    """Of run_pipeline.py."""
+    """The options of run_pipeline.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Threads, Stages)
 

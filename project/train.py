@@ -41,7 +41,7 @@ from training.options import (
 
 @dataclass
 class TrainOptions(Options):
-    """Of train.py."""
+    """The options of train.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
     HAS_STRATEGIES = True

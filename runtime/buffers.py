@@ -167,7 +167,7 @@ class Buffers:
 
 
 class SharedBuffers(Buffers):
-    """Of CPU ranks that read each other's memory."""
+    """The buffers of CPU ranks that read each other's memory."""
 
     overlaps = False
 

@@ -117,8 +117,8 @@ FILE = re.compile(r"[\w*.]+(/[\w*.]+)+\.(py|png)")
 
 
 def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of what a page quotes: the files that are not there; in a cell of a table the names that no
-    file in that cell defines or imports; and the commands are checked."""
+    """Returns the files that a page quotes and that are not there, and the names in a table's cell
+    that no file in that cell defines or imports. It checks the commands."""
     found = []
     rows = re.findall(r"^\|.*", text, re.MULTILINE)
     paragraphs = re.sub(r"^\|.*", "", text, flags=re.MULTILINE).split("\n\n")

@@ -121,7 +121,7 @@ def test_all_but_the_last_segment_of_a_whole_model_run_twice(number: int, last: 
     ("mode", "each"), [("never", 3), ("always", 0), ("except_last", 1), ("sqrt", 0)]
 )
 def test_what_is_forgotten_is_freed(mode: str, each: int) -> None:
-    """Of three micro-batches, between forward and backward, each of three layers holds so many."""
+    """Between forward and backward each of three layers holds so many of three micro-batches."""
     seen: list[Any] = []
 
     def note(x: Tensor) -> Tensor:

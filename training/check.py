@@ -216,7 +216,7 @@ class Plain:
             pass
 
     def _mean_loss(self, step: Step) -> Tensor:
-        """Of the whole batch; NaN without targets."""
+        """The mean loss of the whole batch; NaN without targets."""
         with self.context():
             return plain_loss(self._output(step.inputs[0]), step.targets[0]) / step.count
 

@@ -348,7 +348,7 @@ def _loading(folder: Path) -> Iterator[None]:
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
-    """Of this host's file: ranks that see the same one share a folder. () if there is none."""
+    """Identifies this host's file: ranks that see the same one share a folder. () without one."""
     with suppress(OSError):
         status = (folder / METADATA).stat()
         return status.st_ino, status.st_ctime_ns  # no copy of the file has the same

@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole run."""
+        """The steps of the whole run."""
         return self.args.num_batches or self.args.n_epochs * self.steps_per_epoch
 
     def learning_rate_at(self, step: int) -> float:

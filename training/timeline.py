@@ -162,7 +162,7 @@ class Timeline:
         return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in events]
 
     def content(self) -> dict[str, Any]:
-        """Of this rank's file."""
+        """The content of this rank's file."""
         return {
             "rank": self.world.rank, "world_size": self.world.world_size, "workers": self.workers,
             "about": self.about, "columns": Event._fields, "events": self.events(),

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.a4_1_1, pytest.mark.a5_1_1]
 
 
 def test_equal_sizes_are_dealt_in_turn() -> None:
-    """Of a shuffle that the seed fixes. A partition is a view, in the order of its index."""
+    """The seed fixes the shuffle. A partition is a view, in the order of its index."""
     assert shuffled_indices(8, seed=1234) == [1, 3, 2, 4, 5, 6, 0, 7]
     partitioner = DataPartitioner("abcdefg", [0.5, 0.5])
     for rank in range(2):

@@ -56,7 +56,7 @@ def _by_hand(rank: int, _: int) -> list[tuple[str, int, int]]:
 
 
 def test_the_calls_of_the_course(ranks: Ranks) -> None:
-    """Of a block a cache line holds 8 numbers: norm 6 and 6 at 0 and 8, wide.weight 222 at 16,
+    """A cache line holds 8 numbers of a block: norm 6 and 6 at 0 and 8, wide.weight 222 at 16,
     wide.bias 37 at 240, narrow.weight 222 at 280, narrow.bias 6 at 504: 512, cut at 256."""
     assert ranks.run(_by_hand) == [
         [

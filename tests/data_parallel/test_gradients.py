@@ -64,7 +64,7 @@ def _furthest(got: Gradients, want: Gradients) -> float:
 
 
 def _seeds(step: int, rank: int) -> list[int]:
-    """Of a rank's two backwards in a step. Rank 0 has examples in the first step alone."""
+    """The seeds of a rank's two backwards in a step. Rank 0 has examples in step 0 alone."""
     return [] if rank == 0 < step else [10 * step + rank, 10 * step + rank + 3]
 
 
@@ -79,7 +79,7 @@ def _averaging(way: str, module: nn.Module, group: Any = None) -> tuple[Any, Any
 
 
 def _averaged(rank: int, _: int, way: str) -> list[Gradients]:
-    """Of three steps; the later ones find buckets in use, the second zeros in them."""
+    """Gradients of three steps; the later ones find buckets in use, the second zeros in them."""
     net, found = Net(), []
     local, average = _averaging(way, net)
     for step in range(3):

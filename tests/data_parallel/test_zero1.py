@@ -41,7 +41,7 @@ def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("at_once", [2 * 8 * 7, zero1.BYTES_AT_ONCE])
 def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, share: bool) -> None:
-    """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
+    """Stretches have seven numbers of each rank, the last fewer; or one stretch has all."""
     for weights in ranks.run(_updated, at_once, share):
         assert weights.pop("unused").tolist() == [1.0, 1.0, 1.0]
         assert_close(weights, one_process(steps=2)[2])

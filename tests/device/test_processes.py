@@ -133,8 +133,8 @@ def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int
 @pytest.mark.parametrize("sequence", ["", "-sequence"])
 @on_device
 def test_tensor_ranks_drop_the_same_where_they_hold_the_same(sequence: str) -> None:
-    """Of the embedding, and of each block's attention weights, attention and MLP: the ranks hold
-    other heads, and all positions or, with sequence parallelism, other ones."""
+    """There are masks of the embedding, and of each block's attention weights, attention and MLP.
+    Ranks hold other heads, and all positions or, with sequence parallelism, other ones."""
     (first, mine), (second, theirs) = ranks(2, NCCL).run(
         seeds_and_gradients, f"mesh2-1x1x2{sequence}"
     )

@@ -126,7 +126,7 @@ def test_a_step_of_stages_in_threads_waits_once(recompute: Any) -> None:
 
 
 def gradients_of(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
-    """Of the first step, by name, on the CPU."""
+    """The first step's gradients by name, on the CPU."""
     task = PROBLEM.task(CUDA, torch.float32)
     setup = Setup(Options(num_microbatches=num_microbatches, **options), ADAMW, cut=(3, 3))
     model = build(task, CUDA, setup)

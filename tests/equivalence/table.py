@@ -167,7 +167,7 @@ def blocks(n: int, split_size: int | None) -> Build:
 
 
 def devices(world: World, num_stages: int) -> list[torch.device]:
-    """Of the stages of one process: GPUs, if there are enough, or slices of the cores."""
+    """The devices of one process's stages: GPUs, if there are enough, or slices of the cores."""
     on_gpu = world.device.type == "cuda" and torch.cuda.device_count() >= num_stages
     return [torch.device("cuda" if on_gpu else "cpu", s) for s in range(num_stages)]
 

@@ -301,7 +301,7 @@ def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Fo
 
 
 def hash_of(workdir: Path) -> str:
-    """Of all weights in the newest checkpoint; of none if there is no checkpoint."""
+    """A hash of all weights in the newest checkpoint; of nothing if there is no checkpoint."""
     digest = hashlib.sha256()
     with suppress(AssertionError):  # no checkpoint
         for name, tensor in sorted(weights(workdir).items()):

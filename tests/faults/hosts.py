@@ -66,7 +66,7 @@ class Hosts:
                 command(f"ip netns del {name}")
 
     def address(self, host: int) -> str:
-        """Of a host, for the others."""
+        """The address of a host, for the others."""
         return ADDRESS.format(host + 1) if self.number > 1 else "127.0.0.1"
 
     def inside(self, host: int) -> list[str]:

@@ -132,7 +132,7 @@ def test_autocast_reaches_the_workers() -> None:
 
 
 def test_autograd_grad_of_two_forwards_in_the_middle_of_a_graph() -> None:
-    """Of two outputs one each time is used. `.grad` is left alone."""
+    """Each time one of two outputs is used. `.grad` is left alone."""
     x, y = batch()
     model = nn.Sequential(*tower(), Call(lambda h: (h, h * 2)))
     before, after = nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
@@ -197,7 +197,7 @@ def test_hooks_see_each_gradient_once_and_whole_on_the_calling_thread_in_order()
 
 @pytest.mark.parametrize("copied", [deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_is_a_pipe_of_its_own(copied: Callable[[Pipe], Pipe]) -> None:
-    """Of the first and the last layer's shared weight there is one in the copy, too."""
+    """The first and the last layer share one weight in the copy, too."""
     x, y = batch(8)
     target = torch.cat([x, y, y[:, :1]], 1)
     layers = [*tower(), nn.Linear(3, 4).double(), nn.Linear(4, 8).double()]

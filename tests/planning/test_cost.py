@@ -244,7 +244,7 @@ def test_what_a_llama_holds_was_counted_and_nanotron_holds_more() -> None:
 
 
 def test_torch_computes_every_other_product_again() -> None:
-    """Of FSDP, `selective` holds less than never, and takes less time than always. It keeps the
+    """FSDP's `selective` holds less than never, and takes less time than always. It keeps the
     products q, v, up and down, the heads' output and the block's input: of 4096 numbers a token 1,
     1/4, 3.5, 1, 1 and 1."""
     model, layout = model_of("llama-3-8b"), Layout(8, dp=8, batch_size=16, micro_batch=2, zero=3)

@@ -88,7 +88,7 @@ read_lines = text_files._lines
 
 
 def _first_lines(path: Path) -> Iterator[str]:
-    """Of 10,000 that each rank would read: no run here takes more than 300."""
+    """The first of 10,000 lines that each rank would read: no run here takes more than 300."""
     return islice(read_lines(path), 400)
 
 
@@ -183,12 +183,12 @@ def read_json(path: str | Path) -> Any:
 
 
 def summary(workdir: str | Path = "work") -> Any:
-    """Of a run."""
+    """The summary of a run."""
     return read_json(Path(workdir) / "summary.json")
 
 
 def losses(workdir: str | Path = "work") -> list[float]:
-    """Of every step, NaN where it had no target; and at the end on validation data."""
+    """The loss of every step, NaN where it had no target, and last that of validation data."""
     found = summary(workdir)
     every = [*found["loss"], found["validation_loss"]]
     return [math.nan if loss is None else loss for loss in every]
@@ -200,7 +200,7 @@ def written(workdir: str | Path) -> list[Any]:
 
 
 def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
-    """Of the newest checkpoint, by name."""
+    """The weights of the newest checkpoint, by name."""
     checkpoint, _ = newest(Path(workdir) / "checkpoints")
     assert checkpoint is not None
     return weights_of(checkpoint)

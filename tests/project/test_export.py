@@ -148,7 +148,7 @@ def _narrow(name: str, p: torch.Tensor) -> torch.Tensor:
 
 
 def losses_of_programs(model: Path, ranks: Ranks, *on_ranks: str) -> list[list[float]]:
-    """Of one process, and of these programs, in float64."""
+    """The losses of one process, and of these programs, in float64."""
     sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
     line = TINY.replace(sizes, f"--model '{model.resolve()}'")
     line += "--model_max_length 24 --n_epochs 1 --dropout 0 --precision fp64 "

@@ -116,8 +116,8 @@ def test_this_computer_is_a_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_are_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of a V each has two stages, and what it holds is counted in micro-batches of the whole rank,
-    as plot.py does."""
+    """In a V each rank has two stages. What it holds is counted in micro-batches of the whole rank,
+    as in plot.py."""
     for option in ("--stages", "--num_devices"):
         main(f"simulate {option} 4 --num_microbatches 8 --schedule zbv".split())
         said = capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
 
 
 def descriptors_left(rank: int, world_size: int, folder: Path) -> int:
-    """Of a rank whose run has ended by an error."""
+    """The open descriptors of a rank whose run has ended by an error."""
     full = RunError("its disk is full")
     line = f"run_data_parallel {TINY} --world_size {world_size} --workdir {folder}/{rank}"
     _, error = on_rank(
@@ -120,7 +120,7 @@ MOVING = (
 
 
 def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Path) -> None:
-    """Of ranks, which are processes of their own; on a terminal of unknown width."""
+    """Ranks are processes of their own, and the terminal's width is unknown."""
     more = "--n_epochs 999 --n_train 60 --batch_size 2"
     terminal = Terminal([PROGRAM, *TINY.split(), *more.split()], tmp_path)
     terminal.until("Epoch 2 .*step [1-9]")
@@ -161,7 +161,7 @@ def test_figures_are_drawn_whatever_backend_the_environment_names(
 def test_a_pipeline_leaves_a_timeline_of_its_schedule_and_no_thread(
     options: str, about: tuple[str, str], kinds: str
 ) -> None:
-    """Of the steps alone: validation runs through the same stages and is not recorded."""
+    """Steps alone are recorded: validation runs through the same stages, and is not."""
     before = set(threading.enumerate())
     run(f"run_pipeline {FLOW} {TINY} --n_epochs 1 --n_chunk 3 --timeline 1 {options}")
     left = [t for t in threading.enumerate() if t not in before]

@@ -108,7 +108,7 @@ def test_what_recomputation_takes() -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the runs of `make report`."""
+    """The folder of the runs of `make report`."""
     return tmp_path_factory.mktemp("course")
 
 

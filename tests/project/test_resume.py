@@ -62,7 +62,7 @@ def outcome(workdir: Path) -> tuple[Any, ...]:
 
 
 def positions(workdir: Path) -> dict[str, float]:
-    """Of each epoch and rank. A resume goes on from each rank's own."""
+    """The positions of each epoch and rank. A resume goes on from each rank's own."""
     results = {path.name: read_json(path) for path in workdir.glob("*results_epoch?.json")}
     return {name: one["tokens_per_sec"] * one["training_time"] for name, one in results.items()}
 

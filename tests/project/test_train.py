@@ -139,7 +139,7 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:
-    """Of the second step alone."""
+    """The profile has the second step alone."""
     line = f"train pipeline {TINY} --num_batches 3 --num_microbatches 3 --profile 1"
     printed, error = run(line, ranks)
     assert error is None

@@ -12,7 +12,7 @@ from training.options import Options
 
 
 def test_the_last_axis_has_the_neighbours() -> None:
-    """Of 3 x 2 x 4 ranks, as the picture in runtime/mesh.py has them: uneven, so that no two axes
+    """3 x 2 x 4 ranks, in the order of the picture in runtime/mesh.py: uneven, so that no two axes
     can be exchanged."""
     ranks = sizes(dp=3, tp=4, pp=2)
     assert list(ranks) == list(AXES) == ["dp", "pp", "tp"]

@@ -357,7 +357,7 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
 def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_does_the_library(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Of what all ranks hold each writes a part, the largest first."""
+    """Each rank writes a part of what all ranks hold, the largest first."""
     assert ranks.run(reshard, tmp_path) == [[], []]
     for name in ("000001-a", "000002-a"):
         state = {n: torch.zeros_like(t) for n, t in TENSORS.items()}

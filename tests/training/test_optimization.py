@@ -116,7 +116,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
 
 
 def test_an_epoch_counts_steps_but_not_what_is_done_after_them() -> None:
-    """Of a step that was left out, neither the loss nor the targets."""
+    """Neither the loss nor the targets of a step that was left out count."""
     (parameter,), optimizers = make(recipe_of(1.0, 9, 9, on_nan="skip"), 1)
     feed([parameter], 0.0)
     losses = iter([2.0, NAN, 0.5])

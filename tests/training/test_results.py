@@ -31,7 +31,7 @@ TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
-    """Of a translation run on one rank."""
+    """The results of a translation run on one rank."""
     units = ("positions/s", "real tokens/s")
     task: Any = SimpleNamespace(
         score_name="BLEU", score_title="BLEU", score_details={"bleu_tokenizer": "13a"},

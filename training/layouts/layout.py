@@ -253,7 +253,7 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, gradients and optimizer state."""
+        """The type of weights, gradients and optimizer state."""
         return torch.float64 if self.args.precision == "fp64" else torch.float32
 
     def optimizer(

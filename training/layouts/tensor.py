@@ -176,7 +176,7 @@ class MeshLayout(LaidOutModel):
         )
 
     def replicas(self, **same: bool) -> tuple[str, ...]:
-        """Of the axes along which all ranks hold the same, those with several ranks."""
+        """The axes with several ranks along which all of them hold the same."""
         return tuple(axis for axis, is_same in same.items() if is_same and self.mesh[axis].size > 1)
 
     @abstractmethod

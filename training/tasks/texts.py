@@ -122,8 +122,8 @@ def _check_sizes(source: Source, ranges: Mapping[str, tuple[str, int, int]], dp:
 
 
 def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> dict[str, Any]:
-    """Of each split the source's split, the first pair in it and their number, and a hash; the test
-    pairs; and notes for the user."""
+    """Returns, for each split, the source's split, the first pair in it, the number of pairs and a
+    hash; and the test pairs, and notes for the user."""
     ranges, notes = {}, []
     for split in [split for split in SPLITS if split in source.rows]:
         pairs = moving(_pairs(source, split, keys), f"Reading {split}", None, "pair")

@@ -231,7 +231,7 @@ class Tokens(Sequence[Encoded]):
         return end - first, np.maximum(end - first - num_source, 0)
 
     def places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Of these examples the first token, `num_source`, and the end, each [N]."""
+        """The first token, `num_source` and the end of these examples, each [N]."""
         bounds, at = _mapped(self.bounds, np.int64), 2 * np.asarray(numbers)
         first = bounds[at]
         end = np.minimum(bounds[at + 2], first + self.length + 1)

@@ -89,7 +89,7 @@ def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
 
 @cache
 def one_f_one_b(num_stages: int, m: int) -> Found:
-    """Of the same stages, each on a worker of its own."""
+    """The results of the same stages, each on a worker of its own."""
     return in_threads(num_stages, "1f1b", 1, m)[0]
 
 
@@ -246,7 +246,7 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
 
 
 def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
-    """Of two replicas of one stage: of the buckets, a parameter each, whether their exchange
+    """Two replicas of one stage: whether the exchange of each bucket, which has one parameter,
     started before the last backward ended; and the mean gradients."""
     mesh, events = make_mesh({"dp": 2}, 20.0), list[Any]()
     x, y = (t.chunk(2)[rank] for t in batch(8))
@@ -279,7 +279,7 @@ def test_replicas_exchange_gradients_while_the_last_backward_runs(
 
 
 def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
-    """Of the last two of three ranks; and the open files after each."""
+    """The results of the last two of three ranks, and the open files after each pipe."""
     group = dist.new_group([1, 2])
     found: dict[Any, Found] = {k: {} for k in range(3)}
     held = []

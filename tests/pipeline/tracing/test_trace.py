@@ -148,7 +148,7 @@ def in_threads(stages: nn.Sequential) -> Pipe:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_in_threads_compute_what_the_module_does(name: str) -> None:
-    """Of other sizes than the example's; the last micro-batch is smaller. The mode stays as it was,
+    """Sizes are not the example's, and the last micro-batch is smaller. The mode stays as it was,
     and the stages have it."""
     make, example, x, target, loss_fn, at = CASES[name]
     module = make()

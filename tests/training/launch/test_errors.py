@@ -27,8 +27,8 @@ begin(Options, None)
 
 
 def ended(then: str, before: str = "", closed: int = 0) -> CompletedProcess[str]:
-    """Of a program that does so before and after it begins, one standard stream (by default its
-    input) being closed."""
+    """How a program ended that did so before and after it began, while one standard stream (by
+    default its input) was closed."""
     line = [sys.executable, "-c", BEGIN.format(before=before, then=then)]
     close = partial(os.close, closed)
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, preexec_fn=close)

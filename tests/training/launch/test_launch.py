@@ -287,7 +287,7 @@ def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
     device: Any, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three GPUs, or four cores."""
+    """Each host has three GPUs, or four cores."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
     seen = Mock(side_effect=RunError)

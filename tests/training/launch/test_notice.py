@@ -32,7 +32,7 @@ from training.resume import Saving
 
 
 def losses(workdir: Path) -> list[float]:
-    """Of the steps so far; a line may be half written."""
+    """The losses of the steps so far; a line may be half written."""
     file = workdir / "metrics.jsonl"
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]

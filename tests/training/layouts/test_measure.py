@@ -11,7 +11,7 @@ from training.layouts.measure import cut_in_words, sizes_as_asked, split_by
 
 
 def test_sizes_of_stages() -> None:
-    """Of 5 blocks: 12 layers, with the embedding and the head."""
+    """Five blocks are 12 layers, with the embedding and the head."""
     blocks = [3, 2, 2, 2, 3]
     assert sizes_as_asked("uniform", blocks, 2) == [7, 5]
     assert sizes_as_asked("1,3,1", blocks, 3) == [3, 6, 3]

@@ -82,7 +82,7 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
 
 
 def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any) -> None:
-    """Of pairs as of what is encoded, however many."""
+    """Pairs and encoded pairs give the same, however many there are."""
     assert collate_batch([], "de", "en", tokenizer, 40, "cpu")["labels"].shape == (0, 40)
     many = collate_batch(PAIRS[2:] * 4097, "de", "en", tokenizer, 8, "cpu")
     assert many["labels"].shape == (4097, 8)
