@@ -25,6 +25,7 @@ A timeline shows a rank's actions; `--profile` shows their operators and kernels
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -217,4 +218,6 @@ def profiled(timeline: Timeline, num_steps: int, workdir: Path) -> Iterator[None
     ) as profiler:
         timeline.range = torch.profiler.record_function
         timeline.after_step = profiler.step
+        # Never freed: torch 2.13 crashes where a trace is, whenever that is (libkineto).
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(profiler))
         yield
