@@ -7,8 +7,8 @@ predicted and measured by the larger; of a bubble, 1 less their difference. Rank
 are predicted with their part of a core. Needs a quiet machine: other work on it looks like an error
 of the prediction.
 
-Stages in threads share one process. It has read the text, which a rank's process has not, and
-malloc keeps freed memory of every thread that has computed.
+Stages in threads share one process, in which malloc keeps freed memory of every thread that has
+computed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ COMMON = (
 )
 KEPT = 64 / 1024  # GiB of a thread's heap that glibc keeps: M_TRIM_THRESHOLD, once it has grown
 READER = """
-import datasets, project.run_pipeline, transformers.models.gpt2.modeling_gpt2
+import project.run_pipeline, transformers.models.gpt2.modeling_gpt2
 print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
-"""  # a process that has read a text and not yet trained: the KiB that it needed
+"""  # a process that has imported what it needs, and not yet trained: its KiB
 TEXT = ROOT / "training" / "tasks" / "corpus" / "english.txt"
 PIPELINES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin")
 
