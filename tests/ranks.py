@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from runtime.buffers import Pool
 from runtime.shared_memory import SharedMemory
 from training.launch.meeting import connect, host_store, listen, setup
 
@@ -82,10 +83,17 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """Inside, memory from torch.empty is full of NaN: nothing is right because it was clean."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    """Inside, memory from torch.empty, and what a pool lends again and again, is full of NaN:
+    nothing is right because it was clean."""
+    take = Pool.take
+
+    def dirty(pool: Pool, nbytes: int) -> torch.Tensor:
+        return take(pool, nbytes).fill_(255)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills torch.empty's
     try:
-        yield
+        with patch.object(Pool, "take", dirty):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -31,6 +31,7 @@ from planning.simulate import (
     Simulation,
     Simulator,
     Work,
+    _split,
     with_times,
 )
 from tests.mathematics.formulas import pipeline_bubble
@@ -168,6 +169,11 @@ def test_every_gap_says_what_it_waits_for() -> None:
     assert all(sum(gap.causes.values()) == pytest.approx(gap.end - gap.start) for gap in gaps)
     assert sum(gap.end - gap.start for gap in gaps) == n * found.span - sum(found.busy)
     waiting = next(gap for gap in gaps if gap.rank == 1)
+    # The last rank ends early, and more so as the backward of stage 1 takes longer.
+    slow = with_times([F] * n, [HALF, 3 * HALF, HALF, HALF], [W] * n)
+    *_, end = Simulator(one_f_one_b(n, m)).run(Work(slow)).gaps
+    assert (end.rank, end.before, {*end.causes}) == (3, None, {FILL, IMBALANCE})
+    assert _split(2, 5, 1) == {FILL: 1, IMBALANCE: 1}
     assert (waiting.waits_for, waiting.cause) == (Action(Kind.FORWARD, 0, 0), FILL)
 
 
@@ -185,7 +191,8 @@ def test_a_hundred_stages_and_a_thousand_micro_batches() -> None:
 
 def test_equal_actions_last_as_long_though_few_backwards_are_whole() -> None:
     """Those of stage 0, which are short here: what is left of their mean is less than a W."""
-    work = Work(with_times([1.0, 1.0], [1.0, 0.1], [1.0, 10.0]))
+    times = with_times([1.0, 1.0], [1.0, 0.1], [1.0, 10.0])
+    work = Work(times, recompute=(3.0, 1.0).__getitem__)
     found = Simulator(find("1f1b")(2, 4)).run(work)
     even = found.equal()
     assert min(t.end - t.start for row in even.rows for t in row) > 0

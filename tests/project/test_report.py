@@ -23,6 +23,7 @@ from planning.describe import machine
 from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.compared import compare, compare_step
+from project.figures.gantt import events_of
 from project.figures.runs import Run
 from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
@@ -232,6 +233,19 @@ def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
     assert threads.priced is not None and threads.planned_memory() == []
     other = replace(run, folder=write_run(tmp_path, "ddp1", **about | {"loss": [4.2, 1.1]}))
     assert (report.apart(run, run), report.apart(other, run)) == ("", "1.0e-01")
+
+
+def test_the_run_itself_is_among_what_sliders_choose(tmp_path: Path) -> None:
+    """With its chunks, and with its micro-batches, however many."""
+    schedule = find("interleaved", 3)(2, 14)
+    recorded = events_of(Simulator(schedule).run(Work(lambda _: 1.0)))
+    rows = [[event[:5] for event in events] for events in recorded.values()]
+    sizes = {"stage_sizes": [1] * 6, "loss": [1.0], "pp": 2}
+    folder = write_run(tmp_path, "pipeline2", rows, schedule="interleaved", **sizes)
+    (run,) = report.reported([folder])
+    sliders = run.sliders()
+    assert sliders is not None and sliders["sizes"] == [*range(2, 15, 2)]
+    assert sliders["lists"]["interleaved"][14] == schedule
 
 
 def test_what_replicas_take() -> None:

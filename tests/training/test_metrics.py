@@ -81,6 +81,10 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     assert run(f"train pipeline {LINE} --resume", ranks)[1] is None  # whose ranks see all examples
     found, evaluations = read()
     assert [x["step"] for x in evaluations] == [4, 8]
+    epoch = json.loads(Path("work/eval_results_epoch1.json").read_text())
+    # Two ranks that see the same batch count it once; each has its own seconds.
+    positions = sum(x["tokens_per_sec"] * x["seconds"] for x in found if x["epoch"] == 1)
+    assert positions == pytest.approx(epoch["tokens_per_sec"] * epoch["training_time"], rel=0.3)
     for here, there in zip(steps, found, strict=True):
         for key in ("step", "loss", "learning_rate", "gradient_norm"):
             assert there[key] == pytest.approx(here[key], rel=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import re
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
+import torch
 
 from project.figures.epochs import read_epochs
 from project.utils import run_program
@@ -21,7 +24,7 @@ from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, commands_of, set_aside, spread
+from training.results import Results, Totals, commands_of, peak_bytes, set_aside, spread
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -46,9 +49,12 @@ class _OfTwoReplicas(World):
     def of_parts(self, part: int, value: Any) -> list[Any]:  # noqa: ARG002
         return [value, value]
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
 
 def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
-    results: Results, tmp_path: Path
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else each rank for itself, also the second one of another host."""
     results.model.results_per_rank = False
@@ -56,6 +62,7 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
         results.world = _OfTwoReplicas(rank)
         results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
     assert names_in(tmp_path) == ["eval_results_epoch3.json", "gen_epoch3.json"]
+    assert capsys.readouterr().out.count("Epoch 3") == 1
     assert read_json(tmp_path / "eval_results_epoch3.json") == {
         "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
         "tokens_per_sec": 2 * 2000.0, "real_tokens_per_sec": 2 * 1600.0, "skipped_steps": 0,
@@ -97,14 +104,17 @@ def test_the_table_and_the_lines_of_the_course(
     results.close()
     closing = "per epoch, without the first: 13.0 ± 1.4 s, 103 ± 1 positions/s\n\n"
     assert capsys.readouterr().out == closing
-    assert [spread(s, "s") for s in ([4.0, 6.0], [400.0])] == ["5.0 ± 1.4 s", "400 s"]
+    assert [spread(s, "s") for s in ([4.0, 6.0], [50.0], [400.0])] == [
+        "5.0 ± 1.4 s", "50.0 s", "400 s"
+    ]  # fmt: skip
 
 
 def test_a_resumed_run_keeps_the_commands_that_trained_before(
     results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once, though torchrun may start one several times."""
-    results.task.files, results.task.describe = {}, lambda: ""  # type: ignore[method-assign]
+    results.task.files = {"config.json": b"{}"}
+    results.task.describe = lambda: ""  # type: ignore[method-assign]
     results.model.description = ""
 
     def begin(line: str, resumed: bool = True) -> list[str]:
@@ -113,11 +123,37 @@ def test_a_resumed_run_keeps_the_commands_that_trained_before(
         return commands_of(tmp_path)
 
     begin("a.py", resumed=False)
+    assert (tmp_path / "config.json").read_bytes() == b"{}"
     begin("b.py --resume")
     assert begin("b.py --resume") == ["python a.py", "python b.py --resume"]
     every = ["python a.py", "python b.py --resume", "python c.py --resume"]
     assert begin("c.py --resume") == every
     assert begin("d.py", resumed=False) == ["python d.py"]
+
+
+def test_a_summary_is_of_all_ranks_and_steps(results: Results, tmp_path: Path) -> None:
+    ranks = [(10, {"parameters": 4}), (20, {"parameters": 5})]  # their memory and its parts
+    results.world = Mock(is_main=True, device=torch.device("cpu"), gather=lambda _: ranks)
+    results.model = Mock(description="two", stage_sizes=(1, 2), schedule=None, num_microbatches=3)
+    lines: list[dict[str, Any]] = [{"loss": 3.0, "seconds": 9.0}, {"loss": None, "seconds": 2.0}]
+    lines.insert(1, {"validation_loss": 7.0, "training_loss": 3.0, "bleu": 0.5})
+    lines.append({"validation_loss": 2.0, "training_loss": 1.0, "bleu": 1.5})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text, "utf-8")
+    results.summarize()
+    summary = read_json(tmp_path / "summary.json")
+    expected = {
+        "peak_rss_bytes": [10, 20], "state_bytes": {"parameters": [4, 5]}, "loss": [3.0, None],
+        "step_seconds": [9.0, 2.0], "validation_loss": 2.0, "bleu": 1.5, "num_microbatches": 3,
+        "stage_sizes": [1, 2], "bleu_tokenizer": "13a",
+    }  # fmt: skip
+    assert {name: summary[name] for name in expected} == expected
+
+
+def test_a_peak_stays_when_the_memory_is_given_back() -> None:
+    before, size = psutil.Process().memory_info().rss, 300 << 20
+    torch.ones(size, dtype=torch.uint8)
+    assert peak_bytes(torch.device("cpu")) > before + 0.9 * size
 
 
 def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:

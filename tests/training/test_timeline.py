@@ -7,6 +7,7 @@ import random
 import time
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from project.figures.perfetto import write_trace
 from project.figures.runs import Run
 from tests.ranks import Ranks
 from training.launch.world import World
-from training.timeline import Event, Timeline, clock_offset
+from training.timeline import Event, Timeline, clock_offset, profiled
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
@@ -35,6 +36,36 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
     assert [(e.kind, e.step) for e in timeline.events()] == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
+
+
+def test_rank_0_writes_what_all_ranks_have_recorded(tmp_path: Path) -> None:
+    """If there was a step; the events of each by their start."""
+    contents = [{"rank": 0}, {"rank": 1}]
+    for steps, names in ((0, []), (1, ["timeline_rank0.json", "timeline_rank1.json"])):
+        timeline = Timeline(mock.Mock(is_main=True, rank=0, gather=lambda _: contents))
+        for _ in range(steps):
+            timeline.begin_step()
+        timeline.save(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert found == contents
+    timeline("F", 0, 0, 2.0, 3.0)
+    timeline("all_reduce", 1, -1, 1.0, 5.0)
+    assert [event.kind for event in timeline.events()] == ["all_reduce", "F"]
+
+
+def test_each_rank_profiles_its_steps_into_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also the second rank of another host; the first step warms up."""
+    done = mock.Mock()
+    with (
+        mock.patch("torch.profiler.profile") as profile,
+        profiled(Timeline(World(3, 4, 1)), 2, tmp_path),
+    ):
+        settings = profile.call_args.kwargs
+    settings["on_trace_ready"](done)
+    done.export_chrome_trace.assert_called_once_with(str(tmp_path / "profile_rank3.json"))
+    actions = [settings["schedule"](step).name for step in range(5)]
+    assert actions == ["WARMUP", "RECORD", "RECORD_AND_SAVE", "NONE", "NONE"]
 
 
 def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
@@ -116,7 +147,12 @@ def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float
 
 
 def test_each_rank_finds_how_far_its_clock_is_off(three_ranks: Ranks) -> None:
-    """To half a round trip; less than that is taken to be nothing, as on one machine."""
+    """To half a round trip; less than that is taken to be nothing, as on one machine. Clocks are
+    compared as of the same round."""
+    clocks = [float(second) for second in range(20)]
+    world: Any = mock.Mock(gather=lambda _: [[clock + 1000.25 for clock in clocks]])
+    with mock.patch("training.timeline.time.perf_counter", mock.Mock(side_effect=clocks)):
+        assert clock_offset(world) == 1000.25
     ahead = [0.0, 1000.0, -25.0]
     found = three_ranks.run(offset, ahead)
     assert found[0][0] == 0.0
