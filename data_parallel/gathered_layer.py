@@ -12,7 +12,7 @@ Backward does not need an embedding's weights: a unit with nothing else is not g
 
 Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
 frees its activations. A tensor that reaches another layer by other ways than the layers' outputs,
-such as an attribute, would lose its gradient: each graph is searched for such strangers.
+such as an attribute, would lose its gradient: each graph is searched for such foreign leaves.
 
 Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
 """

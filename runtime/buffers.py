@@ -224,7 +224,7 @@ class SharedBuffers(Buffers):
                 self.terms.give(memory)
             self._being_read = [s.lent for s in sums]
             for s in sums:
-                part = s.whole.chunk(self.size)[self.rank] if len(s.whole) else s.whole
+                part = s.whole.chunk(self.size)[self.rank]
                 by_rank = self.memory.by_rank(part)
                 sum_into(by_rank, [s.target], accumulate=s.accumulate)  # nobody else reads target
 

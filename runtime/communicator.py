@@ -93,7 +93,8 @@ class Communicator:
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Finish:
         """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`.
-        The number of ranks must divide that dimension."""
+        Raises ValueError if the number of ranks does not divide that dimension."""
+        self.shard_of(x, dim)  # its rows might divide by chance, and wrong parts be sent
         return self._start("reduce_scatter", x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -135,7 +136,8 @@ class Communicator:
         return gathered
 
     def shard_of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor along `dim`: a view."""
+        """This rank's part of a tensor along `dim`: a view. Raises ValueError if the number of
+        ranks does not divide that dimension."""
         size, rest = divmod(x.size(dim), self.size)
         if rest:
             raise ValueError(

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from .axes import AXES, DATA_AXES, sizes
 
-GROUPS: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES),)  # axes that meet in one group
+# The axes whose ranks meet in one group: each by itself.
+GROUPS: tuple[tuple[str, ...], ...] = tuple((axis,) for axis in AXES)
 
 
 class Axis(NamedTuple):

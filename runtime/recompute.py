@@ -23,7 +23,7 @@ own; none of their layers does either.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/gathered_layer.py       the same, a layer being a segment
-    whole models          training/layouts/replicated.py               torch.utils.checkpoint
+    whole models          training/layouts/replicated.py       torch.utils.checkpoint
 
 Papers: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (sqrt); Huang et al.,
 "GPipe", 2019 (always); Kim et al., "torchgpipe", 2020 (except_last).

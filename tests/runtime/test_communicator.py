@@ -47,6 +47,19 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
+def uneven(_rank: int, _world_size: int, share: bool) -> None:
+    with processes.sharing(share), pytest.raises(ValueError, match="is not a multiple of 3"):
+        Communicator(torch.distributed.group.WORLD).reduce_scatter(torch.ones(3, 4), 1)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_sum_that_cannot_be_scattered_evenly_is_refused(
+    three_ranks: processes.Ranks, share: bool
+) -> None:
+    """Two of two columns for three ranks: their rows together can be divided by three."""
+    three_ranks.run(uneven, share)
+
+
 def rows_exchanged(rank: int, size: int, share: bool) -> list[list[list[int]]]:
     """Rank r sends r * (q + 1) rows to rank q, so rank 0 none; then so many times as many that the
     first memory does not hold them."""

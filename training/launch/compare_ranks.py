@@ -64,7 +64,8 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
     """Compares the parameters that several ranks hold, bit for bit. All ranks call it together.
 
     Args:
-        parameters: this rank's whole parameters, by their names in the model.
+        parameters: what this rank holds of them, by name: of two ranks that have a name in common
+            both hold the same.
         when: for the error, as "at the start".
 
     Raises:
