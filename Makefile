@@ -9,7 +9,7 @@
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
 # make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
-# make mutants breaks one line at a time, some 440, and checks that a test sees each
+# make mutants breaks one line at a time, some 500, and checks that a test sees each
 # make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
 
 PYTHON ?= python3
