@@ -90,11 +90,20 @@ def code_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 4110), ("run_pipeline", 5200), ("train", 8191)]
+    ("program", "code", "goal"),
+    [("run_data_parallel", 4537, 2700), ("run_pipeline", 5729, 3500), ("train", 8253, 6200)],
 )
-def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
+def test_a_program_brings_in_hardly_more_code_than_it_did(
+    program: str, code: int, goal: int
+) -> None:
+    """The goal is what a reader is to be asked for; until then it may not grow."""
     path = ROOT / "project" / f"{program}.py"
-    assert sum(map(code_of, {path, *brought_in(path)})) <= 1.12 * code
+    assert goal < sum(map(code_of, {path, *brought_in(path)})) <= 1.03 * code
+
+
+def test_the_house_grows_hardly_either() -> None:
+    """The goal: 8,600 lines of code in 110 files."""
+    assert sum(map(code_of, FILES)) <= 1.03 * 11433 and len(FILES) <= 1.03 * 131
 
 
 def test_imports_point_one_way() -> None:

@@ -91,6 +91,21 @@ def test_the_map_has_every_file() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_the_files_to_read_are_as_long_as_the_readme_says() -> None:
+    """Within a tenth: a reader plans his hours by it."""
+    rows = re.findall(
+        r"^\| (`\S+/.*?) \| ([\d, ]+) \|", (ROOT / "README.md").read_text("utf-8"), re.M
+    )
+    said = [
+        (path, int(lines))
+        for paths, numbers in rows
+        for path, lines in zip(QUOTED.findall(paths), numbers.split(", "), strict=True)
+    ]
+    assert len(said) > 25
+    counted = {path: len((ROOT / path).read_text("utf-8").splitlines()) for path, _ in said}
+    assert [row for row in said if abs(row[1] - counted[row[0]]) > 0.1 * counted[row[0]]] == []
+
+
 def test_make_train_is_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README shows what it prints, and its rate is that of a small model."""
     recipe = re.search(r"^RECIPE := (.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
@@ -152,4 +167,4 @@ def test_every_name_picture_and_command(page: Path, monkeypatch: pytest.MonkeyPa
     assert len(QUOTED.findall(words)) >= 20
     assert missing(words, monkeypatch) == []
     linked = re.findall(r"\]\((?!http)(.*?)(?:#.*?)?\)", words)
-    assert linked and [path for path in linked if not (page.parent / path).is_file()] == []
+    assert linked and [path for path in linked if not (page.parent / path).exists()] == []

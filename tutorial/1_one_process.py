@@ -3,13 +3,13 @@
     python tutorial/1_one_process.py
 
 The text is lines "German = English", so predicting the next word means translating. Later chapters
-cut the batch, the layers or the parameters in two; their losses equal these to 1e-14 in float64.
-
+cut the batch, the layers or the parameters; their losses equal these to 1e-14 in float64.
 It grows into training/tasks/gpt2.py, training/tasks/texts.py (words) and training/loop.py.
 """
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,12 +42,12 @@ class Embedding(nn.Module):
 
     def __init__(self, V: int) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)
+        self.wte, self.wpe, self.positions = nn.Embedding(V, C), nn.Embedding(T, C), torch.arange(T)
         nn.init.normal_(self.wte.weight, std=C**-0.5)  # also the head's: logits of about 1
         nn.init.normal_(self.wpe.weight, std=C**-0.5)
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.wte(words) + self.wpe(torch.arange(T))
+        return self.wte(words) + self.wpe(self.positions)
 
 
 class Block(nn.Module):
@@ -58,11 +58,11 @@ class Block(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
         self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
+        self.attend = partial(F.scaled_dot_product_attention, is_causal=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.c_attn(self.ln_1(x)).unflatten(-1, (3, -1, C // H))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, C/H)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qkv = self.c_attn(self.ln_1(x)).unflatten(-1, (3, -1, C // H)).permute(2, 0, 3, 1, 4)
+        a = self.attend(*qkv)  # like q, k and v each: (B, H, T, C/H)
         x = x + self.c_proj(a.transpose(1, 2).flatten(2))  # (B, T, C): heads side by side
         return x + self.mlp(self.ln_2(x))
 
@@ -90,11 +90,11 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train() -> list[float]:
+def train(build=build_model) -> list[float]:
     """The loss of every step."""
     torch.set_num_threads(1)  # a core per process, here as in the later chapters
     text, V = read_text()
-    model = build_model(V)
+    model = build(V)
     optimizer, losses = torch.optim.AdamW(model.parameters(), LEARNING_RATE), []
     for step in range(STEPS):
         inputs, targets = get_batch(text, step)
@@ -106,9 +106,9 @@ def train() -> list[float]:
     return losses
 
 
-def compare(**parallel: list[float]) -> None:
+def compare(build=build_model, **parallel: list[float]) -> None:
     """Trains in one process too, and prints all losses side by side."""
-    runs = {"one_process": train(), **parallel}
+    runs = {"one_process": train(build), **parallel}
     print("step", *(f"{name:>16}" for name in runs))
     for step in range(0, STEPS, 9):
         print(f"{step:4}", *(f"{losses[step]:16.6f}" for losses in runs.values()))
