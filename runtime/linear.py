@@ -252,7 +252,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:  # not if, e.g., x is the batch
             dx = rows.mm(w if transposed else w.t()).view(x.shape)
         finish = exchange.start_sum(dx) if exchange is not None and dx is not None else lambda: dx
-        if later is None or (exchange is not None and later.at_once):
+        at_once = later is None or (exchange is not None and later.at_once)
+        if at_once and ctx.needs_input_grad[1]:  # not if it is frozen
             product.dw = product.gradient(weight)  # beside the sum
         if later is not None:
             later.products.append(product)
