@@ -91,15 +91,14 @@ def lines_of(text: str) -> list[str]:
 
 def read_lines(args: argparse.Namespace) -> list[str]:
     """The lines to translate or continue. Raises UserError if the file cannot be read."""
-    if args.text:
-        return [line for text in args.text for line in lines_of(text) or [""]]
     try:
+        if args.text:
+            return [line for text in args.text for line in lines_of(text) or [""]]
         return [*text_lines(args.input.open("rb") if args.input else sys.stdin.buffer)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         reason = f"it is not UTF-8: {error}" if isinstance(error, ValueError) else error.strerror
-        raise UserError(
-            f"--input {args.input or '-'}: it cannot be read ({reason}); text in UTF-8 works"
-        ) from error
+        source = "TEXT" if args.text else f"--input {args.input or '-'}"
+        raise UserError(f"{source}: it cannot be read ({reason}); text in UTF-8 works") from error
 
 
 def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:

@@ -8,6 +8,7 @@ are in ALIASES. Neither torch nor a model is imported to answer --help.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -53,8 +54,18 @@ def parse_options(kind: type[O], description: str | None, argv: Sequence[str] | 
     Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
     parser = make_parser(kind, description)
-    words = underscored(parser._read_args_from_files([*(sys.argv[1:] if argv is None else argv)]))
-    typed = vars(parser.parse_args(strategy_first(words) if kind.HAS_STRATEGIES else words))
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    try:
+        words = underscored(parser._read_args_from_files(words))
+    except ValueError as error:  # not UTF-8, or quotes that do not end
+        files = " ".join(word for word in words if word.startswith("@"))
+        parser.error(f"{files}: it holds no options as they are typed ({error})")
+    if kind.HAS_STRATEGIES:
+        words = strategy_first(words)
+        if words and words[0].startswith("-") and not {"-h", "--help"} & {*words}:
+            given, names = shlex.join(words), " or ".join(STRATEGIES)
+            parser.error(f"{given}: no strategy is named; it must be {names}, as in: train.py ddp")
+    typed = vars(parser.parse_args(words))
     if {"n_epochs", "num_batches"} <= typed.keys():
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     path = typed.get("dataset", "")

@@ -41,7 +41,10 @@ class Number:
 
 def size(word: str) -> int | str:
     """A count, or all."""
-    return word if word == "all" else int(count(word))
+    try:
+        return word if word == "all" else int(count(word))
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or all") from None
 
 
 def flag(word: str) -> bool:

@@ -63,6 +63,11 @@ pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
 dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
 train ddpp => it must be none or single or ddp or fsdp or pipeline or model or tensor or 3d; is it
 dp --n_epochs 2 --num_batches=3 => leave one out;
+train -w 2 DDP => no strategy is named; it must be none or single or ddp or
+train --workdir ddp => no strategy is named; it must be none or single or ddp or
+train ddp --n_train most => a whole number from 1 to 4294967295, or all; --help explains all
+train @open.txt => it holds no options as they are typed (No closing quotation)
+dp @latin1.txt => it holds no options as they are typed ('utf-8' codec can't decode
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
 pp ONE --recompute except_last => nothing would be recomputed; --recompute always works
@@ -128,6 +133,7 @@ dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and 
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
+train ddp --model VGG16 => there is no such model; is it vgg16?
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
 pp --model gpt2-min => or gpt2-xl; is it gpt2-mini?; project/train.py ddp also takes pretrained
 train ddp --model ./nowhere/model => with a GPT-2 and its tokenizer (OSError Repo id must
@@ -150,6 +156,8 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     Path("stopped/checkpoints").touch()
     Path("empty.jsonl").touch()
     Path("a.txt").write_text("A line.\nAnd one.\n")
+    Path("open.txt").write_text("ddp --model 'gpt2\n")
+    Path("latin1.txt").write_text("--workdir Tür\n", "latin1")
     some = f"1 to {CORES}" if CORES > 1 else "1"
     text, wrong = TABLE.format(cores=counted(CORES, "core"), works=some), []
     with alone_in_workdir(Options(workdir=Path("taken"))):
@@ -167,7 +175,9 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     # Nothing is left behind, but what a later start need not read again.
     assert {path.name for path in Path("workdir").rglob("*.*")} == {"facts.json"}
     shutil.rmtree("workdir")
-    assert names_in(".") == ["a.txt", "empty", "empty.jsonl", "pairs", "stopped", "taken"]
+    assert names_in(".") == [
+        "a.txt", "empty", "empty.jsonl", "latin1.txt", "open.txt", "pairs", "stopped", "taken",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

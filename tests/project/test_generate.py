@@ -184,6 +184,8 @@ def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
     ):
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
+    args = generate.parse_generate(["work", "K\udce4se"])  # as Python reads an argument in Latin-1
+    refused(r"^TEXT: it cannot be read \(it is not UTF-8", generate.read_lines, args)
     for wrong, why in (
         (["-x"], "-x: there is no such option"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),

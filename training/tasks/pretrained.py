@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from training.launch.errors import UserError
+from training.options import VGG
 
 from .gpt2 import PRESETS, check_computed, generator_for
 
@@ -35,7 +36,7 @@ def check_pretrained(name: str, max_length: int) -> None:
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     if not Path(name).is_dir():  # before the hub is asked, which takes a minute without a network
-        near = get_close_matches(name.lower(), PRESETS, 1, cutoff=0.65)
+        near = get_close_matches(name.lower(), [*PRESETS, VGG], 1, cutoff=0.65)
         if near and name not in PRESETS and "/" not in name:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
     try:

@@ -40,8 +40,10 @@ BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
 SPLIT_OF = {"valid": "validation", "val": "validation", "dev": "validation"}
 SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![^.-])", re.IGNORECASE)
-NO_DATA = re.compile(  # names of files about the data, and of hidden ones
-    r"\.|(readme|licen[cs]e|copying|notice|authors|citation|changelog)(?![^._-])", re.IGNORECASE
+HALF_LETTER = re.compile("[\ud800-\udfff]")  # as a text in JSON that was cut may have
+ABOUT_DATA = re.compile(  # names of files about the data
+    r"(readme|licen[cs]es?|copying|copyright|notice|authors|citation|changelog)(?![^._-])",
+    re.IGNORECASE,
 )
 MOST_NAMES = 3  # names of files in a line
 TEXT = ".txt"  # the ending of plain text
@@ -101,12 +103,17 @@ def texts_of(source: Source, split: str, keys: Sequence[str]) -> Iterator[Pair]:
     where the row is, if one is not text."""
     for number, row in enumerate(source.rows.get(split, ()), 1):
         columns = _columns(row)
-        texts = {key: columns.get(key) or "" for key in keys}
+        texts = {key: "" if columns.get(key) is None else columns[key] for key in keys}
         for key, text in texts.items():
             if not isinstance(text, str):
                 raise UserError(
                     f"--dataset {source.dataset}: row {number} of {split}: {key} is {text!r:.40}, "
                     "and not text in quotes"
+                )
+            if not text.isascii() and (half := HALF_LETTER.search(text)):
+                raise UserError(
+                    f"--dataset {source.dataset}: row {number} of {split}: {key} has {half[0]!r}, "
+                    "half of a letter (a surrogate), which is no text; without it it works"
                 )
         yield texts
 
@@ -160,7 +167,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
         files = languages[stem]
         if src in files and tgt in files:
             groups.setdefault(split_of(stem), []).append((files[src], files[tgt]))
-        elif src in files or tgt in files or (len(files) > 1 and not kinds):
+        elif src in files or tgt in files or (len(files) > 1 and not kinds and not groups):
             raise _missing_language(dataset, stem, files, src, tgt)
     if groups:
         return groups
@@ -200,8 +207,10 @@ def _missing_language(
 def _data_in(folder: Path) -> Iterator[Path]:
     """The files of a folder, and of the folders in it, that may hold data."""
     for file in sorted([*folder.iterdir(), *folder.glob("*/*")]):
-        hidden = any(map(NO_DATA.match, file.relative_to(folder).parts))
-        if not hidden and file.is_file() and (file.stat().st_size or file.suffix not in ENDINGS):
+        hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
+        if hidden or ABOUT_DATA.match(file.name) or not file.is_file():
+            continue
+        if file.stat().st_size or file.suffix.lower() not in ENDINGS:
             yield file
 
 
@@ -331,10 +340,10 @@ def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, st
     lines = text_lines(file)
     first = next(lines, "")
     separator = max(separators, key=first.count)
-    columns = [name.strip(' "') for name in first.split(separator)]
-    reader = csv.reader(
-        (f"{line}\n" for line in lines), strict=True, skipinitialspace=True, delimiter=separator
-    )
+    read = partial(csv.reader, strict=True, skipinitialspace=True, delimiter=separator)
+    header = first.split(separator) if separator == "\t" else next(read([first]), [])
+    columns = [name.strip(' "') for name in header]
+    reader = read(f"{line}\n" for line in lines)
     tabs = separator == "\t"
     begin = 2  # the first line of a row
     try:

@@ -164,6 +164,7 @@ WRITERS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
     "json, a row per line": ("a.json", to_jsonl),
     "csv": ("a.csv", table('7,"{x}","{y}"\n', 'id,"de",en\n')),
     "csv, a blank after the comma": ("a.csv", table('"{x}", "{y}"\n', "de, en\n")),
+    "csv, a comma in a name": ("a.csv", table('7,"{x}","{y}"\n', '"id, no.",de,en\n')),
     "csv, semicolons": ("a.csv", table("{x};{y}\r\n", "de;en\r\n")),
     "tsv": ("a.tsv", table("{y}\t{x}\n", "en\tde\n")),
     "parquet": ("a.parquet", to_parquet),
@@ -204,6 +205,13 @@ def test_a_cell_in_quotes_may_have_lines_commas_and_quotes(tmp_path: Path) -> No
     book = 200_000 * "x"
     path.write_text(f'de,en\n"a\n""b"", c",d\n,\ne "f" g,\n{book},"{book}"\n')
     assert rows_of(path) == pairs([('a\n"b", c', "d"), ('e "f" g', ""), (book, book)])
+
+
+def test_copies_of_the_files_of_a_split_are_no_languages(folder: Path) -> None:
+    expected = in_memory(load(folder))
+    for ending in ("bak", "orig"):
+        (folder / f"train.de.{ending}").write_text("old\n")
+    assert in_memory(load(folder)) == expected
 
 
 def test_columns_that_nobody_needs_may_be_anything(tmp_path: Path) -> None:
@@ -253,6 +261,8 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
     ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl "
      "sub/train.de sub/train.en",
      {"train": ["corpus.jsonl"], "validation": ["DEV.jsonl"], "test": ["test.jsonl"]}),
+    ("authors/jane.txt copyright.txt LICENSES.txt notice/val.txt",
+     {"train": ["authors/jane.txt"], "validation": ["notice/val.txt"]}),
 ]  # fmt: skip
 
 
@@ -484,6 +494,9 @@ ALONE = [
      "and en; --src and --tgt name them"),
     ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
+    ("a.jsonl", ROW + '{"de": 0, "en": "five"}\n', "--dataset {}: row 2 of train: de is 0, and "),
+    ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de has "
+     "'\\ud83d', half of a letter"),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3: "),
     ("a.jsonl", "[1]\n", "--dataset {}: its columns are , and not de and en"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
