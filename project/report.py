@@ -239,7 +239,8 @@ def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[
 
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """Compares the gradients that runs left of their first step (--pytest): the largest difference
-    between the ranks of each, and from the first run, and the parameter where it is."""
+    between the ranks of each, and from the first run, and the parameter where it is. Raises
+    UserError if they are of different models."""
     rows: list[dict[str, Any]] = []
     first: dict[str, Tensor] = {}
     for run in runs:
@@ -248,6 +249,12 @@ def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
             continue
         ranks = [torch.load(path, weights_only=True) for path in paths]
         first = first or ranks[0]
+        for path, rank in zip(paths, ranks, strict=True):
+            if {n: g.shape for n, g in rank.items()} != {n: g.shape for n, g in first.items()}:
+                raise UserError(
+                    f"{path}: its gradients are of another model than the first run's; runs of one "
+                    "model can be compared"
+                )
         between, _ = max(furthest(rank, ranks[0]) for rank in ranks)
         difference, worst = furthest(ranks[0], first)
         largest = max(float(g.abs().max()) for g in first.values())

@@ -171,6 +171,12 @@ def test_a_rank_with_another_gradient_is_found(course: Path, tmp_path: Path) -> 
     assert first["between"] == 0 and first["apart"] == 0
     assert second["between"] == pytest.approx(0.5) and second["apart"] < 1e-6
     assert (first["ranks"], second["ranks"]) == (1, 3)
+    gradients["transformer.h.1.ln_1.bias"] = torch.zeros(7)
+    torch.save(gradients, path)
+    with pytest.raises(
+        UserError, match=r"model1_gradients.pth: its gradients are of another model"
+    ):
+        report.gradients(runs)
 
 
 def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
