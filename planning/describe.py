@@ -51,7 +51,7 @@ class Model:
     gated_mlp: bool = False
     """the MLP has a gate, as in Llama: three matrices, not two"""
     tied: bool = True
-    """the head has the embedding's weights; default: true, but not of a Llama"""
+    """the head has the embedding's weights; default: true, except for Llama"""
     kv_heads: int | None = None
     """heads of keys and values; default: as many as heads"""
 

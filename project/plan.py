@@ -1,4 +1,4 @@
-"""Predicts a step of parallel training, and searches the best layout, before any GPU is rented.
+"""Predicts a step of parallel training, and searches for the best layout, before any GPU is rented.
 
 predict    seconds, tokens/s, where the time goes, memory of every GPU, whether it fits
 search     every legal layout: the best, why the others are slower, the command that trains
@@ -87,7 +87,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (
         ("predict", "Predict the seconds and the memory of a step."),
-        ("search", "Find the fastest layout that fits. What is given of it is not varied."),
+        ("search", "Find the fastest layout that fits. The options that you give stay fixed."),
     ):
         made = commands.add_parser(name, description=text, help=text)
         option = made.add_argument_group("model").add_argument
@@ -99,14 +99,14 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for names, settings in fields_of(Layout):
             option(*names, required="--batch_size" in names, **settings)
         option = made.add_argument_group("machine").add_argument
-        option("--machine", default="a100-80gb", help=f"{', '.join(machines())}, a YAML file, or "
-               "this: measures this computer in under a minute (%(default)s)")  # fmt: skip
+        option("--machine", default="a100-80gb", help=f"{', '.join(machines())}, a YAML file, "
+               "or this, which measures this computer in under a minute (%(default)s)")  # fmt: skip
         option("--network", help=f"GB/s of a node, or {', '.join(NETWORKS)}")
         option("--link", help=f"GB/s of a GPU in its node, or {', '.join(LINKS)}")
         made.set_defaults(precision="bf16")
         if name == "search":
             made.add_argument("--top", type=count, default=5, help="layouts to show (%(default)s)")
-    text = "Time a schedule. Times are in any unit: one number, or one per rank, as 10,10,12."
+    text = "Time a schedule. Times are in any unit: one number, or one per rank, e.g. 10,10,12."
     made = commands.add_parser("simulate", description=text, help=text)
     option = made.add_argument
     option("--num_devices", "--stages", type=count, required=True, metavar="K",
@@ -121,7 +121,9 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--exchange_after", **values_of(bool), help="the exchange waits for the last backward")
     option("--timeline", **values_of(bool), help="with --json: every action, too")
     for made in commands.choices.values():
-        made.add_argument("--json", action="store_true", help="JSON: docs/planning_details.md")
+        made.add_argument(
+            "--json", action="store_true", help="print JSON (its format: docs/planning_details.md)"
+        )
     return parser.parse_args(argv)
 
 

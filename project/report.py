@@ -63,12 +63,16 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="the --workdir of a finished run")
-    add("--machine", metavar="NAME", help="what they ran on, to predict them: as of plan.py")
+    add(
+        "--machine",
+        metavar="NAME",
+        help="predict the runs for this machine, as plan.py --machine does",
+    )
     add(
         "--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder"
     )
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
-        help="another page, such as a course's; default: project/page/report.html")  # fmt: skip
+        help="HTML template, such as a course's; default: project/page/report.html")  # fmt: skip
     args = parser.parse_args(argv)
     if not args.template.is_file():
         parser.error(f"--template {args.template}: there is no such file; it may be left out")

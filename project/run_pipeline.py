@@ -1,4 +1,4 @@
-"""Trains GPT-2 to translate, its layers cut into stages on several devices, a thread for each.
+"""Trains GPT-2 to translate, its layers cut into stages, one thread per device.
 
 Devices are GPUs, or slices of this process' CPU cores. In `model_parallel` mode one device
 computes at a time; in `pipeline_parallel` mode micro-batches flow through all of them, forward
@@ -138,7 +138,7 @@ def choose_devices(args: Options) -> list[torch.device]:
 def lay_out_in_threads(
     task: TrainingTask, world: World, setup: Setup
 ) -> BlocksInThreads | StagesInThreads:
-    """The model in stages, a thread for each."""
+    """The model in stages, one thread per device."""
     args, devices = setup.args, choose_devices(setup.args)
     if args.pipeline == "whole":
         return StagesInThreads(task, world, setup, devices)

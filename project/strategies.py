@@ -22,7 +22,7 @@ ddp
 fsdp
     Fully sharded data parallelism. Every rank gets a part of each batch and holds a shard of the
     parameters, gradients and optimizer state. It gathers a layer's parameters just before it uses
-    them. --zero 2 leaves the parameters whole, --zero 1 the gradients, too.
+    them. --zero 2 leaves the parameters whole, --zero 1 the gradients as well.
 
     python project/train.py fsdp --num_workers 2 --zero 3 --model gpt2-mini
     python project/train.py fsdp --zero 2 --num_batches 2 --optimizer sgd --check_weights

@@ -60,7 +60,7 @@ class TrainOptions(Options):
     cores_per_rank: Count | None = 1
     """CPU cores per process"""
     workdir: Path = UNSET
-    """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
+    """folder for results; default: workdir/ddp2 and so on, for 3d workdir/3d2x2x2"""
 
 
 if __name__ == "__main__":

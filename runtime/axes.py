@@ -1,8 +1,9 @@
-"""The axes of a run: the one place that names them all. Imports nothing.
+"""The table of a run's axes. Imports nothing.
 
 A run has a place in a mesh for every rank, dp x pp x tp (mesh.py). Whatever is done for each axis
-goes through `AXES`: the mesh and its groups, the options --dp, --pp, --tp, the names of workdirs,
-the words of a run's first line.
+goes through `AXES`: the mesh and its groups, the values of --dp, --pp, --tp, the names of workdirs,
+the words of a run's first line. (What an axis means for a layout stands in that layout; the
+planner, which imports no runtime, prices axes by a table of its own.)
 """
 
 from __future__ import annotations

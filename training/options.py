@@ -114,7 +114,7 @@ class Training:
     """train and measure only: no validation, no generation"""
     num_microbatches: Count | None = None
     """micro-batches per step; default: 4 in a pipeline; otherwise 1 on a GPU, and on a CPU the
-    number that needs least padding"""
+    number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
     """for which micro-batches to compute activations again in backward, to save memory; sqrt: for
     all, keeping the inputs of about sqrt(L) of L layers"""

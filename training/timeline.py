@@ -54,6 +54,7 @@ EVENT_KINDS = {  # kind: its name, and its lane
     "all_reduce": ("all-reduce", COMMUNICATION),
     "all_gather": ("all-gather", COMMUNICATION),
     "reduce_scatter": ("reduce-scatter", COMMUNICATION),
+    "all_to_all": ("all-to-all", COMMUNICATION),
     "barrier": ("wait for all ranks", COMMUNICATION),
 }
 

@@ -31,8 +31,8 @@ from typing import Any
 from .world import LastAction
 
 WAITS = {  # actions that end when other ranks act
-    "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "wait for all ranks",
-    "comparison of replicas",
+    "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
+    "wait for all ranks", "comparison of replicas",
 }  # fmt: skip
 
 
