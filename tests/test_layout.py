@@ -90,15 +90,12 @@ def code_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "goal"),
-    [("run_data_parallel", 4537, 2700), ("run_pipeline", 5729, 3500), ("train", 8253, 6200)],
+    ("program", "code"), [("run_data_parallel", 4537), ("run_pipeline", 5729), ("train", 8253)]
 )
-def test_a_program_brings_in_hardly_more_code_than_it_did(
-    program: str, code: int, goal: int
-) -> None:
-    """The goal is what a reader is to be asked for; until then it may not grow."""
+def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
+    """The goals are 2,700, 3,500 and 6,200; until then it may not grow."""
     path = ROOT / "project" / f"{program}.py"
-    assert goal < sum(map(code_of, {path, *brought_in(path)})) <= 1.03 * code
+    assert sum(map(code_of, {path, *brought_in(path)})) <= 1.03 * code
 
 
 def test_the_house_grows_hardly_either() -> None:
