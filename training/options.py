@@ -79,7 +79,9 @@ ZeroStage = Annotated[int, Number(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 if TYPE_CHECKING:
     ScheduleName = str  # run_pipeline.py has one more, for a device at a time
 else:
-    ScheduleName = Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"]
+    ScheduleName = Literal[
+        "gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev"
+    ]
 
 
 @dataclass
@@ -215,8 +217,8 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: ScheduleName = UNSET
-    """order of work: gpipe, 1f1b (default) or zb; interleaved, zbv, vhalf and vmin have several
-    stages per device"""
+    """order of work: gpipe, 1f1b (default) or zb; interleaved, zbv, vhalf, vmin and dualpipev have
+    several stages per device"""
     chunks: Count = UNSET
     """stages per device, for --schedule interleaved; default: 2"""
     balance: str = UNSET

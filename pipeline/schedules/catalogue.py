@@ -2,7 +2,7 @@
 
     gpipe 1f1b zb sequential   one stage per rank                        schedule.py
     interleaved                v stages per rank, in loops: --chunks v   chunks.py
-    zbv vhalf vmin             two stages per rank, in a V
+    zbv vhalf vmin dualpipev   two stages per rank, in a V
 
 A name means what the paper of that name says: backwards are whole in `gpipe`, `1f1b` and
 `interleaved`, and in two halves in the others. `sequential` is a baseline in which no two stages
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from .chunks import interleaved_1f1b, v_half, v_min, zb_v
+from .chunks import dual_pipe_v, interleaved_1f1b, v_half, v_min, zb_v
 from .schedule import (
     Action,
     BuildSchedule,
@@ -37,8 +37,9 @@ SCHEDULES: dict[str, BuildSchedule] = {
     "zbv": zb_v,
     "vhalf": v_half,
     "vmin": v_min,
+    "dualpipev": dual_pipe_v,
 }
-V_SHAPED = ("zbv", "vhalf", "vmin")
+V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
 ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
 
 

@@ -40,6 +40,7 @@ from tests.ranks import Ranks, sharing
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
     ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("vhalf", 2), ("vmin", 2),
+    ("dualpipev", 2),
 ]  # fmt: skip
 NUMBERS = (1, 3, 4)  # of micro-batches: fewer than ranks, a multiple of them, and neither
 Found = dict[str, Any]

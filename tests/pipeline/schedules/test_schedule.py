@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from pipeline.pipe import _clock_cycles
 from pipeline.schedules import catalogue, chunks, printed
@@ -54,6 +55,7 @@ def test_clock_cycles_need_a_partition(m: int, n: int) -> None:
         (sched, "Zero bubble, 3 stages", sched.zero_bubble(3, 4)),
         (chunks, "Interleaved, 2 ranks", chunks.interleaved_1f1b(2, 4)),
         (chunks, "ZB-V, 2 ranks", chunks.zb_v(2, 3)),
+        (chunks, "DualPipeV, 2 ranks", chunks.dual_pipe_v(2, 4)),
     ],
 )
 def test_the_table_in_the_docstring_is_the_schedule(
@@ -122,7 +124,7 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
     In clocks of a chunk's F, I or W, of which a rank has 6m of work, 1F1B idles 6 (n-1). The last
     rank waits n-1 for its first input: less is impossible. Nor does a V wait in every period where
     I takes longer than F and W: ZB-V in all for n-1 I, V-Half no longer than 1F1B."""
-    lists = {name: catalogue.find(name)(n, m) for name in catalogue.V_SHAPED}
+    lists = {name: catalogue.find(name)(n, m) for name in ("zbv", "vhalf", "vmin")}
     for name, schedule in lists.items():
         peaks, promise = printed.peak_alive(schedule), cost.held_chunks(name, n)
         assert max(peaks) <= promise
@@ -138,6 +140,30 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
         assert clocks(lists["zbv"], OF_A_BLOCK) - 2 * 63 * m <= 26 * (n - 1)
         assert clocks(lists["vhalf"], OF_A_BLOCK) - 2 * 63 * m <= 2 * 63 * (n - 1)
         assert n > 1 or printed.bubble(lists["zbv"]) == 0
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_dual_pipe_v_is_the_order_of_torch(n: int) -> None:
+    """Torch's lists for at least 2n micro-batches; of fewer the same without the others."""
+    oracle = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
+    oracle.pp_group_size = n
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    for m in (2 * n, 2 * n + 1, 3 * n + 2):
+        oracle._n_microbatches = m
+        expected = []
+        for r in range(n):
+            parts = [a.sub_actions or [a] for a in oracle._calculate_single_rank_operations(r)]
+            expected.append([
+                (kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
+                for part in parts for a in part
+            ])  # fmt: skip
+        schedule = chunks.dual_pipe_v(n, m)
+        assert [[(a.kind.value, *a[1:]) for a in actions] for actions in schedule] == expected
+        assert printed.peak_alive(schedule) == [min(2 * n + 1, 2 * m)] * n
+        few = [[a for a in actions if a.microbatch < n] for actions in chunks.dual_pipe_v(n, 2 * n)]
+        assert chunks.dual_pipe_v(n, n) == few
+        assert clocks(schedule) == clocks(chunks.zb_v(n, m))  # so the order alone gains nothing
+    assert clocks(schedule, OF_A_BLOCK) >= clocks(chunks.zb_v(n, m), OF_A_BLOCK)
 
 
 F0, F1, B0, B1 = (Action(kind, 1, i) for kind in (FORWARD, BACKWARD) for i in (0, 1))
