@@ -110,7 +110,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = commands.add_parser("simulate", description=text, help=text)
     option = made.add_argument
     option("--num_devices", "--stages", type=count, required=True, metavar="K",
-           help="ranks; each has one stage, under zbv, vhalf, vmin and dualpipev two")  # fmt: skip
+           help="ranks; each has one stage, two where they stand in a V")  # fmt: skip
     option("--num_microbatches", type=count, required=True, metavar="M", help="per step")
     option("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="default: %(default)s")
     option("--chunks", type=count, help="stages per rank, of interleaved, which share its seconds")

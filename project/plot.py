@@ -73,7 +73,7 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option = command("schedule", "clock table of a schedule, printed and drawn", str(WORKDIR))
     option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
     option("--num_devices", "--stages", type=count, metavar="K", default=4,
-           help="ranks; each has one stage, under zbv, vhalf, vmin and dualpipev two (4)")  # fmt: skip
+           help="ranks; each has one stage, two where they stand in a V (4)")  # fmt: skip
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="(8)")
     option("--chunks", type=count, metavar="V", help="stages per rank, of interleaved (2)")
     args = parser.parse_args(argv)
