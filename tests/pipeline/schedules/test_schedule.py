@@ -152,7 +152,8 @@ def test_dual_pipe_v_is_the_order_of_torch(n: int) -> None:
         oracle._n_microbatches = m
         expected = []
         for r in range(n):
-            parts = [a.sub_actions or [a] for a in oracle._calculate_single_rank_operations(r)]
+            operations: list[Any] = oracle._calculate_single_rank_operations(r)
+            parts = [a.sub_actions or [a] for a in operations]
             expected.append([
                 (kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
                 for part in parts for a in part
