@@ -55,7 +55,8 @@ def failure(world: Ranks | None, name: str, steps: int = 2, draws: bool = False)
 SHORT = """
     single-one_more single-dropout threads2-gpipe-m3 threads2-1f1b-auto threads2-zb-clipped
     threads2-zb-same_length threads2-zb-recompute_sqrt threads2-interleaved-v2_m3
-    threads2-sequential-m4 threads3-vhalf-v2_m3 threads3-vmin-v2_m3 threads3-zb-cut_6_1_1
+    threads2-sequential-m4 threads2-dualpipev-v2_m8 threads3-vhalf-v2_m3 threads3-vmin-v2_m3
+    threads3-zb-cut_6_1_1
     module3-gpt2 blocks2-one_by_one blocks3-resumed ddp2-flat-no_target ddp2-overlap-m2
     ddp2-gloo-none_left ddp2-overlap-vgg16 fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo
     fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied pipeline2-interleaved-resumed
