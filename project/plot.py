@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -30,20 +30,22 @@ from project.command_line import Parser
 from runtime.axes import AXES
 from training.options import count
 
-OUTPUT = Path("submit_figures")  # of the course's functions
 WORKDIR = Path("workdir")
 MOST_RANKS, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
 FORMATS = (".png", ".pdf", ".svg")
-OF_RUNS = {
+FIGURES = {
+    "data_parallel": "time and throughput of one process against several",
+    "pipeline": "time and throughput of a pipeline against one stage at a time",
     "training": "losses and score of runs after each epoch",
     "timeline": "what each worker did when in one step, beside the ideal",
     "split_time": "computation, exposed communication and idle time of a step",
     "throughput": "examples per second of runs, beside the ideal",
     "memory": "parameters, gradients, optimizer state and peak of each rank",
+    "schedule": "clock table of a schedule, printed and drawn",
 }
-PAIRS = {
-    "data_parallel": ("single", "multiple", "one process against several"),
-    "pipeline": ("model_parallel", "pipeline_parallel", "a pipeline against one stage at a time"),
+PAIRS = {  # figures of a run against its baseline: the options that name the two
+    "data_parallel": ("single", "multiple"),
+    "pipeline": ("model_parallel", "pipeline_parallel"),
 }
 
 
@@ -51,26 +53,21 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str, where: str) -> Callable[..., argparse.Action]:
+    for name, text in FIGURES.items():
         option = commands.add_parser(name, help=text).add_argument
+        where = str(WORKDIR) if name == "schedule" else "the first run's folder"
         option("-o", "--output", type=Path, metavar="PATH",
-            help=f"the picture, or a folder for it; default: {where}")  # fmt: skip
-        return option
-
-    for name, (*runs, text) in PAIRS.items():
-        option = command(name, f"time and throughput of {text}", "the first run's folder")
-        for run in runs:
+               help=f"the picture, or a folder for it; default: {where}")  # fmt: skip
+        for run in PAIRS.get(name, ()):
             option(f"--{run}", type=Path, required=True, metavar="DIR", help="a run's workdir")
-    for name, text in OF_RUNS.items():
-        option = command(name, text, "the first run's folder")
+        if name in PAIRS or name == "schedule":
+            continue
         option("runs", nargs=1 if name == "timeline" else "+", metavar="RUN",
                help="a run's workdir; or e.g. ddp=1 ddp=2, or ddp fsdp")  # fmt: skip
         option("--workdir", type=Path, metavar="DIR", default=WORKDIR,
                help="folder of the runs' folders (%(default)s)")  # fmt: skip
         if name == "timeline":
             option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
-    option = command("schedule", "clock table of a schedule, printed and drawn", str(WORKDIR))
     option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
     option("--num_devices", "--stages", type=count, metavar="K", default=4,
            help="ranks; each has one stage, two where they stand in a V (4)")  # fmt: skip
@@ -103,7 +100,6 @@ from project.strategies import STRATEGIES
 from training.files import SUMMARY
 from training.launch.errors import UserError, counted
 
-NUMBERED = [name for name, row in STRATEGIES.items() if row.axis]  # whose runs a number names
 YLABELS = {
     "training_time": "training time of an epoch (s)",
     "tokens_per_sec": "tokens per second, with padding",
@@ -116,7 +112,7 @@ FACTS = (  # of the line below a picture
     "model", "strategy", "world_size", *(axis for axis in AXES if axis != "dp"), "num_devices",
     "schedule", "num_microbatches", "batch_size",
 )  # fmt: skip
-TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
+TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")  # in a bar
 
 
 def plot(
@@ -148,7 +144,8 @@ def plot_results(
     values = [mean_and_std([epoch[metric] for epoch in run]) for run in metrics_data.values()]
     means, stds = [mean for mean, _ in values], [std for _, std in values]
     ylabel = YLABELS.get(metric, metric.replace("_", " "))
-    return plot(means, stds, list(metrics_data), fig_name or OUTPUT / f"{metric}.png", ylabel)
+    fig_name = fig_name or Path("submit_figures") / f"{metric}.png"
+    return plot(means, stds, list(metrics_data), fig_name, ylabel)
 
 
 def describe(run: Run) -> str:
@@ -168,57 +165,42 @@ def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
             raise UserError(f"only runs of the same {name} compare, and these differ: {said}")
 
 
-# A run of a course's program against its baseline
-
-
-def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
-    """Draws training time and throughput of one process against several; returns the paths.
-    Raises UserError if result files are missing or cannot be compared."""
-    one, n = (run.summary.get("world_size", 1) for run in (single, multiple))
-    if one != 1 or n == 1:
-        raise UserError(
-            f"--single {single.folder} has {counted(one, 'rank')}, --multiple {multiple.folder} "
-            f"has {n}; needed are 1 and 2 or more"
-        )
-    return plot_speed_up("data_parallel", single, multiple, f"{n} processes", n, output)
-
-
-def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> list[Path]:
-    """Draws training time and throughput of the pipeline against one stage at a time; returns the
-    paths. Raises UserError if result files are missing or cannot be compared.
-
-    With m micro-batches and n stages the ideal speed-up is n*m/(m+n-1): m+n-1 clocks, not n*m.
-    """
-    runs = (model_parallel, pipeline_parallel)
-    for run, mode in zip(runs, ("model_parallel", "pipeline_parallel"), strict=True):
-        if (other := run.summary.get("model_parallel_mode")) != mode:
-            raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {other}")
-    check_alike(runs, ["batch_size"])
-    m, n = (pipeline_parallel.summary[name] for name in ("num_microbatches", "num_devices"))
-    return plot_speed_up("pipeline", *runs, "pipeline", n * m / (m + n - 1), output)
-
-
-def plot_speed_up(
-    name: str, baseline: Run, measured: Run, label: str, ideal: float, output: Path
-) -> list[Path]:
-    """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run:
-    means over all epochs but the first, and standard deviations. The `ideal` speed-up is drawn if
-    processes have equally many cores, and batches are of one size, in both."""
-    runs = (baseline, measured)
+def check_pair(figure: str, runs: Sequence[Run]) -> None:
+    """Raises UserError if a run and its baseline cannot be compared, or are too short."""
     check_alike(runs)
-    if min(len(run.epochs) for run in runs) < 2:
-        raise UserError(
-            f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
-            "left out"
-        )
+    for run, option in zip(runs, PAIRS[figure], strict=True):
+        ranks, mode = run.summary.get("world_size", 1), run.summary.get("model_parallel_mode")
+        if figure == "data_parallel" and (ranks == 1) != (option == "single"):
+            needed = "2 or more" if ranks == 1 else "1"
+            raise UserError(f"--{option} {run.folder} has {counted(ranks, 'rank')}, not {needed}")
+        if figure == "pipeline" and mode != option:
+            raise UserError(f"--{option} {run.folder}: that run has --model_parallel_mode {mode}")
+        if len(run.epochs) < 2:
+            raise UserError(f"{run.folder}: 2 epochs or more are needed, the first is left out")
+    if figure == "pipeline":
+        check_alike(runs, ["batch_size"])
+
+
+def plot_pair(figure: str, baseline: Run, measured: Run, output: Path) -> list[Path]:
+    """Draws time and throughput of a run against its baseline: means over all epochs but the first,
+    and standard deviations. Returns the paths; raises UserError as `check_pair` does.
+
+    With m micro-batches a pipeline of n stages takes m+n-1 clocks, and one stage at a time n*m. The
+    ideal is drawn if processes have equally many cores, and batches are of one size, in both."""
+    runs, used = (baseline, measured), measured.summary
+    check_pair(figure, runs)
+    ideal = used.get("world_size", 1)
+    before, label = "1 process", f"{ideal} processes"
+    if figure == "pipeline":
+        m, n = used["num_microbatches"], used["num_devices"]
+        before, label, ideal = "model parallel", "pipeline", n * m / (m + n - 1)
     alike = all(len({run.summary.get(key) for run in runs}) == 1 for key in ("cores", "batch_size"))
-    before = "model parallel" if name == "pipeline" else "1 process"
     paths = []
     for metric, ylabel in YLABELS.items():
-        power = -1 if metric == "training_time" else 1
         base, spread = baseline.over_epochs(metric)
+        power = -1 if metric == "training_time" else 1  # of a time, less is better
         shown = {label: measured.over_epochs(metric)}
-        if metric == "training_time" and len(measured.epochs[0]) > 1:
+        if metric == "training_time" and ideal == len(measured.epochs[0]):
             ranks = zip(*measured.epochs[1:], strict=True)
             shown = {
                 f"rank {r}": mean_and_std([epoch[metric] for epoch in rank])
@@ -229,32 +211,29 @@ def plot_speed_up(
             bars.append(Bar(bar, {"measured": mean}, std, f"{(mean / base) ** power:.2f}x"))
         if alike:
             bars.append(Bar("ideal", {"ideal": base * ideal**power}, inside=f"{ideal:.3g}x"))
-        gain = speed_up(measured, baseline, metric)
-        title = f"speed-up of {label} over {before}: {gain:.2f}x"
-        kind = "throughput" if metric == "tokens_per_sec" else metric
-        path = output / f"{name}_{kind}.png"
+        title = f"speed-up of {label} over {before}: {speed_up(measured, baseline, metric):.2f}x"
+        stem = "throughput" if metric == "tokens_per_sec" else metric
+        path = output / f"{figure}_{stem}.png"
         paths.append(draw_bars(path, bars, title, ylabel, describe(measured)))
     return paths
-
-
-# Any runs
 
 
 def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
     with the most. Raises UserError if there is none, with the command that makes it."""
-    strategy, _, workers = word.partition("=")
-    if strategy not in NUMBERED or not (workers.isdecimal() or word == strategy):
+    strategy, _, ranks = word.partition("=")
+    numbered = [name for name, row in STRATEGIES.items() if row.axis]
+    if strategy not in numbered or not (ranks.isdecimal() or word == strategy):
         if word and Path(word).is_dir():
             return Run(Path(word))
         raise UserError(
-            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(NUMBERED)}), "
+            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(numbered)}), "
             "also with its number of processes, as ddp=2"
         )
-    made = [int(number) for path in root.glob(f"{strategy}*/{SUMMARY}")
-            if (number := path.parent.name.removeprefix(strategy)).isdecimal()]  # fmt: skip
+    found = [path.parent.name.removeprefix(strategy) for path in root.glob(f"*/{SUMMARY}")]
+    made = [int(number) for number in found if number.isdecimal()]
     usual = STRATEGIES[strategy].usual.get("world_size", 2)
-    n = int(workers or max(made, default=usual))
+    n = int(ranks or max(made, default=usual))
     folder = root / f"{strategy}{n}"
     if n not in made:
         model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
@@ -316,8 +295,6 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(path, bars, title, "MB", foot)
 
 
-# The command line
-
 COMPARED = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
 
 
@@ -325,9 +302,8 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     """Draws what the command line asks for; returns the paths."""
     name = args.figure
     if name in PAIRS:
-        baseline, measured = (Run(getattr(args, option)) for option in PAIRS[name][:2])
-        draw = plot_data_parallel if name == "data_parallel" else plot_pipeline
-        return draw(baseline, measured, args.output or baseline.folder)
+        baseline, measured = (Run(getattr(args, option)) for option in PAIRS[name])
+        return plot_pair(name, baseline, measured, args.output or baseline.folder)
 
     def path(folder: Path, stem: str) -> Path:
         output = args.output or folder
@@ -337,13 +313,11 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         sizes = args.num_devices, args.num_microbatches, args.chunks
         picture = path(WORKDIR, f"schedule_{args.schedule}")
         return [plot_schedule(args.schedule, *sizes, picture)]
-    words = ",".join(args.runs).split(",")
-    runs = [run_of(word, args.workdir) for word in words]
+    runs = [run_of(word, args.workdir) for word in ",".join(args.runs).split(",")]
     first = runs[0].folder
     if name == "training":
-        stem = "losses" if len(runs) > 1 else "training"
-        folders = [run.folder for run in runs]
-        return [plot_training(path(first, stem), folders, describe(runs[-1]))]
+        picture = path(first, "losses" if len(runs) > 1 else "training")
+        return [plot_training(picture, [run.folder for run in runs], describe(runs[-1]))]
     if name == "timeline":
         (run,) = runs
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0

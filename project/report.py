@@ -51,7 +51,7 @@ from project.figures.style import LINES, picture, readable
 from project.plan import machine_named
 from project.plot import describe as in_words
 from runtime.axes import AXES, place_of, sizes
-from training.files import OPTIONS, SUMMARY, writing
+from training.files import METRICS, OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
 
@@ -118,10 +118,15 @@ class Reported(Run):
         return compare_step(self, self.priced.work() if self.priced else None)
 
     @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The numbers of every step; also of a run that was interrupted, which has no summary."""
+        lines = read_metrics(self.folder) if (self.folder / METRICS).is_file() else []
+        return [line for line in lines if "loss" in line]
+
+    @cached_property
     def positions(self) -> float:
         """Positions of a step, padding included, on all ranks."""
-        steps = [line for line in read_metrics(self.folder) if "loss" in line]
-        return fmean(line["tokens_per_sec"] * line["seconds"] for line in steps)
+        return fmean(line["tokens_per_sec"] * line["seconds"] for line in self.steps)
 
     @cached_property
     def shape(self) -> dict[str, int]:
@@ -134,7 +139,7 @@ class Reported(Run):
     @property
     def seconds(self) -> float:
         """The seconds of a step: the median of all but the first."""
-        steps = self.summary["step_seconds"]
+        steps = self.summary.get("step_seconds") or [line["seconds"] for line in self.steps]
         return median(steps[1:] or steps)
 
     @property
@@ -295,10 +300,13 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         "ms": lambda value: f"{1e3 * value:.1f}",
     }
     finished = [run for run in runs if "step_seconds" in run.summary]
+    compared = gradients(runs)
+    names = {run.name for run in finished} | {row["name"] for row in compared}
     return environment.get_template(template.name).render(
         runs={run.name: run for run in runs},
         finished=finished,
-        gradients=gradients(runs),
+        unfinished=[run for run in runs if run.name not in names],
+        gradients=compared,
         about=in_words,
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
         apart=apart,

@@ -18,6 +18,7 @@ from .compared import Compared
 from .runs import ACTIONS, Workers, bubbles, duration
 from .style import COLOURS, FAINT, legend, picture
 
+LETTERS = 1000  # of one point beside each other, over the width of a picture
 MEANING = (
     "F0 forward; B0 backward, or its halves: I0, gradient of the input, and W0, gradients of the "
     "weights; 0: the micro-batch; a, b: the rank's chunks; . idle"
@@ -110,9 +111,9 @@ def draw_gantt(
 def draw_row(
     ax: Axes, y: float, events: Sequence[Event], total: float, ranks: Sequence[int]
 ) -> None:
-    """Draws a box per event, and recomputation over the backward that it is a part of. Where there
-    is room an action has the number of its micro-batch, with the letter of its chunk if there are
-    several. Messages are thinner, at the foot of the row."""
+    """Draws a box per event, and recomputation over the backward that it is a part of. An action
+    has the number of its micro-batch, with the letter of its chunk if there are several, unless it
+    is so short that nobody could read it. Messages are thinner, at the foot of the row."""
     for event in sorted(events, key=lambda e: (e.lane == COMMUNICATION, e.kind == "R")):
         sent = event.lane == COMMUNICATION
         width, colour = event.end - event.start, COLOURS[EVENT_KINDS[event.kind][0]]
@@ -123,5 +124,6 @@ def draw_row(
         number = str(event.microbatch)
         if len(ranks) > 1:
             number = name_of(Action(FORWARD, max(0, event.stage), event.microbatch), ranks)[1:]
-        if event.kind in ACTIONS and width > 0.012 * len(number) * total:
-            ax.bar_label(box, [number], label_type="center", size=10)
+        size = min(10, LETTERS * width / total / len(number))  # in points
+        if event.kind in ACTIONS and size > 5:
+            ax.bar_label(box, [number], label_type="center", size=size)

@@ -231,6 +231,9 @@ def test_several_stages_per_rank_have_letters(
     assert first.startswith("rank 0: F0a F1a ") and second.startswith("rank 1: ")
     assert title(fig).startswith("zbv: 2 ranks, 2 chunks each, 4 stages, 3 micro-batches, ")
     assert {"0a", "2b"} <= {*inside(fig.axes[0])}
+    # Fifty clocks are narrow: every action has its number, in smaller letters that do not overlap.
+    fig = draw(tmp_path, drawn, "schedule", "--schedule", "zbv")
+    assert len(inside(fig.axes[0])) == 4 * 8 * 6 and overlaps(fig) == []
 
 
 def test_a_deviation_has_one_digit_or_whole_ones() -> None:
@@ -348,9 +351,10 @@ def test_runs_that_are_missing_or_do_not_compare(tmp_path: Path) -> None:
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
     pair = f"data_parallel --multiple {multiple} --single "
-    check(pair + str(multiple), "dp2 has 2; needed are 1 and 2 or more")
+    check(pair + str(multiple), f"--single {multiple} has 2 ranks, not 1")
+    check(f"data_parallel --multiple {single} --single {single}", "has 1 rank, not 2 or more")
     short = write_epochs(tmp_path / "short", "rank0_results", SINGLE[:1], world_size=1)
-    check(pair + str(short), "both need 2 epochs or more")
+    check(pair + str(short), f"{short}: 2 epochs or more are needed, the first is left out")
     (tmp_path / "nothing").mkdir()
     check(f"{pair}{tmp_path}/nothing", "nothing has no rank0_results_epoch0.json; name the --w")
     other = write_epochs(tmp_path / "other", "rank0_results", SINGLE, world_size=1, n_train=9)

@@ -306,6 +306,22 @@ def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:
         report.main([str(tmp_path / "empty")])
 
 
+def test_a_run_that_was_interrupted_says_what_it_measured(tmp_path: Path) -> None:
+    """Before its first epoch it leaves its options and the lines of its steps, or none."""
+    folder, none = tmp_path / "killed", tmp_path / "none"
+    for path in (folder, none):
+        path.mkdir()
+        (path / "options.json").write_text('{"command": "python x.py", "batch_size": 8}')
+    steps = [{"loss": 4 - k, "seconds": s, "tokens_per_sec": 60} for k, s in enumerate((9, 2, 2.5))]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    text = text_of(report.render(report.reported([folder, none]), PAGE / "report.html"))
+    said = (
+        "it has done 3 steps ; a step takes 2250.0 ms , the median of all but the first; "
+        "the last training loss is 2.0000"
+    )
+    assert said in text and "it ended before its first step" in text
+
+
 def test_a_browser_simulates_the_step_again(tmp_path: Path) -> None:
     """Four micro-batches of half the time, one of five layers moved from stage 0 to stage 1, under
     the schedule of the URL; then a reader takes another."""
