@@ -84,9 +84,10 @@ $(GRADIENTS): $(REPORT)/gradients%/tests/model0_gradients.pth: | $(VENV)/.instal
 
 report: $(REPORT)/dp1/summary.json $(REPORT)/dp2/summary.json $(REPORT)/mp/summary.json \
   $(REPORT)/pp/summary.json $(GRADIENTS)
-	$(RUN) project/plot.py data_parallel --single $(REPORT)/dp1 --multiple $(REPORT)/dp2 --output $(FIGURES)
-	$(RUN) project/plot.py pipeline --model_parallel $(REPORT)/mp --pipeline_parallel $(REPORT)/pp \
-	  --output $(FIGURES)
+	$(RUN) project/plot.py training_time $(REPORT)/dp1 $(REPORT)/dp2 -o $(FIGURES)/data_parallel_training_time.png
+	$(RUN) project/plot.py tokens_per_sec $(REPORT)/dp1 $(REPORT)/dp2 -o $(FIGURES)/data_parallel_throughput.png
+	$(RUN) project/plot.py training_time $(REPORT)/mp $(REPORT)/pp -o $(FIGURES)/pipeline_training_time.png
+	$(RUN) project/plot.py tokens_per_sec $(REPORT)/mp $(REPORT)/pp -o $(FIGURES)/pipeline_throughput.png
 	$(RUN) project/plot.py training $(addprefix $(REPORT)/,dp1 dp2 mp pp) --output $(FIGURES)
 	$(RUN) project/plot.py timeline $(REPORT)/dp2 --output $(FIGURES)
 	$(RUN) project/plot.py timeline $(REPORT)/pp --output $(FIGURES)

@@ -1,7 +1,6 @@
 """Draws every figure from the result files of runs, never from numbers typed in.
 
-    python project/plot.py data_parallel --single workdir_1 --multiple workdir_2
-    python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
+    python project/plot.py training_time workdir_1 workdir_2    also tokens_per_sec
     python project/plot.py training workdir              of several: their losses beside each other
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
     python project/plot.py timeline workdir_pp
@@ -34,18 +33,14 @@ WORKDIR = Path("workdir")
 MOST_RANKS, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
 FORMATS = (".png", ".pdf", ".svg")
 FIGURES = {
-    "data_parallel": "time and throughput of one process against several",
-    "pipeline": "time and throughput of a pipeline against one stage at a time",
+    "training_time": "seconds of an epoch of runs, beside the ideal",
+    "tokens_per_sec": "tokens per second of runs, padding included, beside the ideal",
+    "throughput": "examples per second of runs, beside the ideal",
     "training": "losses and score of runs after each epoch",
     "timeline": "what each worker did when in one step, beside the ideal",
     "split_time": "computation, exposed communication and idle time of a step",
-    "throughput": "examples per second of runs, beside the ideal",
     "memory": "parameters, gradients, optimizer state and peak of each rank",
     "schedule": "clock table of a schedule, printed and drawn",
-}
-PAIRS = {  # figures of a run against its baseline: the options that name the two
-    "data_parallel": ("single", "multiple"),
-    "pipeline": ("model_parallel", "pipeline_parallel"),
 }
 
 
@@ -58,10 +53,8 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         where = str(WORKDIR) if name == "schedule" else "the first run's folder"
         option("-o", "--output", type=Path, metavar="PATH",
                help=f"the picture, or a folder for it; default: {where}")  # fmt: skip
-        for run in PAIRS.get(name, ()):
-            option(f"--{run}", type=Path, required=True, metavar="DIR", help="a run's workdir")
-        if name in PAIRS or name == "schedule":
-            continue
+        if name == "schedule":
+            break
         option("runs", nargs=1 if name == "timeline" else "+", metavar="RUN",
                help="a run's workdir; or e.g. ddp=1 ddp=2, or ddp fsdp")  # fmt: skip
         option("--workdir", type=Path, metavar="DIR", default=WORKDIR,
@@ -82,8 +75,6 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 f"ranks, and for {MOST_CELLS} micro-batches over all ranks; --num_devices 4 "
                 "--num_microbatches 8 works"
             )
-    if args.output and args.output.suffix in FORMATS and args.figure in PAIRS:
-        parser.error(f"--output {args.output}: {args.figure} draws two pictures; name a folder")
     return args
 
 
@@ -94,15 +85,16 @@ from project.figures.bars import Bar, draw_bars
 from project.figures.compared import compare_step
 from project.figures.gantt import draw_step, plot_schedule
 from project.figures.perfetto import write_trace
-from project.figures.runs import Run, in_step, mean_and_std, shares, speed_up, steps_of
+from project.figures.runs import Run, in_step, mean_and_std, shares, steps_of
 from project.figures.style import plot_training, readable
 from project.strategies import STRATEGIES
 from training.files import SUMMARY
-from training.launch.errors import UserError, counted
+from training.launch.errors import UserError
 
 YLABELS = {
     "training_time": "training time of an epoch (s)",
     "tokens_per_sec": "tokens per second, with padding",
+    "throughput": "examples per second",
 }
 ALIKE = (  # options that must be the same in all runs of a figure
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
@@ -154,68 +146,15 @@ def describe(run: Run) -> str:
     return ", ".join(f"{name} {value}" for name, value in used.items() if value not in (None, 1))
 
 
-def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
-    """Raises UserError if runs differ in one of these options: they trained different models, in
-    different precision, or on different data."""
-    for name in names:
+def check_alike(runs: Sequence[Run]) -> None:
+    """Raises UserError if runs trained different models, in different precision, or on different
+    data."""
+    for name in ALIKE:
         given = [(run.summary.get(name), run.folder) for run in runs]
         folders = {str(value): folder for value, folder in given if value is not None}
         if len(folders) > 1:
             said = ", ".join(f"{folder} {value}" for value, folder in folders.items())
             raise UserError(f"only runs of the same {name} compare, and these differ: {said}")
-
-
-def check_pair(figure: str, runs: Sequence[Run]) -> None:
-    """Raises UserError if a run and its baseline cannot be compared, or are too short."""
-    check_alike(runs)
-    for run, option in zip(runs, PAIRS[figure], strict=True):
-        ranks, mode = run.summary.get("world_size", 1), run.summary.get("model_parallel_mode")
-        if figure == "data_parallel" and (ranks == 1) != (option == "single"):
-            needed = "2 or more" if ranks == 1 else "1"
-            raise UserError(f"--{option} {run.folder} has {counted(ranks, 'rank')}, not {needed}")
-        if figure == "pipeline" and mode != option:
-            raise UserError(f"--{option} {run.folder}: that run has --model_parallel_mode {mode}")
-        if len(run.epochs) < 2:
-            raise UserError(f"{run.folder}: 2 epochs or more are needed, the first is left out")
-    if figure == "pipeline":
-        check_alike(runs, ["batch_size"])
-
-
-def plot_pair(figure: str, baseline: Run, measured: Run, output: Path) -> list[Path]:
-    """Draws time and throughput of a run against its baseline: means over all epochs but the first,
-    and standard deviations. Returns the paths; raises UserError as `check_pair` does.
-
-    With m micro-batches a pipeline of n stages takes m+n-1 clocks, and one stage at a time n*m. The
-    ideal is drawn if processes have equally many cores, and batches are of one size, in both."""
-    runs, used = (baseline, measured), measured.summary
-    check_pair(figure, runs)
-    ideal = used.get("world_size", 1)
-    before, label = "1 process", f"{ideal} processes"
-    if figure == "pipeline":
-        m, n = used["num_microbatches"], used["num_devices"]
-        before, label, ideal = "model parallel", "pipeline", n * m / (m + n - 1)
-    alike = all(len({run.summary.get(key) for run in runs}) == 1 for key in ("cores", "batch_size"))
-    paths = []
-    for metric, ylabel in YLABELS.items():
-        base, spread = baseline.over_epochs(metric)
-        power = -1 if metric == "training_time" else 1  # of a time, less is better
-        shown = {label: measured.over_epochs(metric)}
-        if metric == "training_time" and ideal == len(measured.epochs[0]):
-            ranks = zip(*measured.epochs[1:], strict=True)
-            shown = {
-                f"rank {r}": mean_and_std([epoch[metric] for epoch in rank])
-                for r, rank in enumerate(ranks)
-            }
-        bars = [Bar(before, {"baseline": base}, spread)]
-        for bar, (mean, std) in shown.items():
-            bars.append(Bar(bar, {"measured": mean}, std, f"{(mean / base) ** power:.2f}x"))
-        if alike:
-            bars.append(Bar("ideal", {"ideal": base * ideal**power}, inside=f"{ideal:.3g}x"))
-        title = f"speed-up of {label} over {before}: {speed_up(measured, baseline, metric):.2f}x"
-        stem = "throughput" if metric == "tokens_per_sec" else metric
-        path = output / f"{figure}_{stem}.png"
-        paths.append(draw_bars(path, bars, title, ylabel, describe(measured)))
-    return paths
 
 
 def run_of(word: str, root: Path) -> Run:
@@ -230,8 +169,9 @@ def run_of(word: str, root: Path) -> Run:
             f"{word}: it must be the workdir of a run, or a strategy ({', '.join(numbered)}), "
             "also with its number of processes, as ddp=2"
         )
-    found = [path.parent.name.removeprefix(strategy) for path in root.glob(f"*/{SUMMARY}")]
-    made = [int(number) for number in found if number.isdecimal()]
+    names = [path.parent.name for path in root.glob(f"{strategy}*/{SUMMARY}")]
+    numbers = [name.removeprefix(strategy) for name in names]
+    made = [int(number) for number in numbers if number.isdecimal()]
     usual = STRATEGIES[strategy].usual.get("world_size", 2)
     n = int(ranks or max(made, default=usual))
     folder = root / f"{strategy}{n}"
@@ -258,24 +198,47 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(path, bars, title, "a step (ms)", foot)
 
 
-def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
-    """Draws the examples per second of each run. The ideal scales the run of the same strategy with
-    the fewest workers by the number of workers."""
-    bars = []
+def ideal_speed(run: Run) -> float:
+    """How often a run could be as fast as one worker. With m micro-batches a pipeline of n stages
+    takes m+n-1 clocks, where one stage at a time takes n*m."""
+    used = run.summary
+    if used.get("model_parallel_mode") != "pipeline_parallel":
+        return float(used.get("world_size", 1))
+    m, n = used["num_microbatches"], used["num_devices"]
+    return float(n * m / (m + n - 1))
+
+
+def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
+    """Draws the time or the throughput of runs. Those of one strategy are compared with the slowest
+    by `ideal_speed`, such as that of one process: the speed-up is in the bar. The ideal is beside
+    it, unless epochs ran with another number of cores for each process, or other batches."""
+    power = -1 if metric == "training_time" else 1  # of a time, less is better
+    bars, said = list[Bar](), []
     for run in runs:
-        mean, std = run.speed()
-        alike = [other for other in runs if other.summary["strategy"] == run.summary["strategy"]]
-        base = min(alike, key=lambda other: other.summary["world_size"])
+        mean, std = run.speed_in(metric)
+        said.append(f"{run.name} {readable(mean)}")
+        alike = [other for other in runs if other.same(run, "strategy")]
+        base = min(alike, key=ideal_speed)
         if run is base:
             role = "baseline" if len(alike) > 1 else "measured"
             bars.append(Bar(run.name, {role: mean}, std))
             continue
-        before, _ = base.speed()
-        ideal = run.summary["world_size"] / base.summary["world_size"]
-        bars.append(Bar(run.name, {"measured": mean}, std, f"{mean / before:.2f}x"))
-        bars.append(Bar("ideal", {"ideal": before * ideal}, inside=f"{ideal:.3g}x"))
-    speeds = ", ".join(f"{run.name} {readable(run.speed()[0])}" for run in runs)
-    return draw_bars(path, bars, f"examples per second: {speeds}", "all workers together")
+        before, _ = base.speed_in(metric)
+        shown = {run.name: (mean, std)}
+        if metric == "training_time" and len(run.epochs[0]) > 1:
+            ranks = zip(*(run.epochs[1:] or run.epochs), strict=True)
+            shown = {
+                f"{run.name}, rank {r}": mean_and_std([epoch[metric] for epoch in epochs])
+                for r, epochs in enumerate(ranks)
+            }
+        for label, (value, spread) in shown.items():
+            faster = f"{(value / before) ** power:.2f}x"
+            bars.append(Bar(label, {"measured": value}, spread, faster))
+        if metric == "throughput" or run.same(base, "cores", "batch_size"):
+            ideal = ideal_speed(run) / ideal_speed(base)
+            bars.append(Bar("ideal", {"ideal": before * ideal**power}, inside=f"{ideal:.3g}x"))
+    title = f"{YLABELS[metric]}: {', '.join(said)}"
+    return draw_bars(path, bars, title, YLABELS[metric], describe(runs[-1]))
 
 
 def plot_memory(runs: Sequence[Run], path: Path) -> Path:
@@ -283,7 +246,7 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     run."""
     bars, most = [], list[str]()
     for run in runs:
-        state = run.summary["state_bytes"]
+        state = run.finished["state_bytes"]
         for rank, peak in enumerate(run.summary["peak_rss_bytes"]):
             parts = {kind: values[rank] / 1e6 for kind, values in state.items()}
             parts["rest of the peak"] = peak / 1e6 - sum(parts.values())
@@ -295,15 +258,9 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(path, bars, title, "MB", foot)
 
 
-COMPARED = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
-
-
-def draw_figure(args: argparse.Namespace) -> list[Path]:
-    """Draws what the command line asks for; returns the paths."""
+def draw_figure(args: argparse.Namespace) -> Path:
+    """Draws what the command line asks for; returns the path."""
     name = args.figure
-    if name in PAIRS:
-        baseline, measured = (Run(getattr(args, option)) for option in PAIRS[name])
-        return plot_pair(name, baseline, measured, args.output or baseline.folder)
 
     def path(folder: Path, stem: str) -> Path:
         output = args.output or folder
@@ -312,29 +269,28 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks
         picture = path(WORKDIR, f"schedule_{args.schedule}")
-        return [plot_schedule(args.schedule, *sizes, picture)]
+        return plot_schedule(args.schedule, *sizes, picture)
     runs = [run_of(word, args.workdir) for word in ",".join(args.runs).split(",")]
     first = runs[0].folder
     if name == "training":
         picture = path(first, "losses" if len(runs) > 1 else "training")
-        return [plot_training(picture, [run.folder for run in runs], describe(runs[-1]))]
+        return plot_training(picture, [run.folder for run in runs], describe(runs[-1]))
     if name == "timeline":
         (run,) = runs
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
         drawn = draw_step(path(first, f"timeline_{run.name}"), step, "ideal", describe(run))
         print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")
-        return [drawn]
+        return drawn
     check_alike(runs)
-    for run in runs:
-        if "step_seconds" not in run.summary:
-            raise UserError(f"{run.folder} has no {SUMMARY}; name the --workdir of a finished run")
-    return [COMPARED[name](runs, path(first, name))]
+    picture = path(first, name)
+    if name in YLABELS:
+        return plot_speed(runs, picture, name)
+    return plot_memory(runs, picture) if name == "memory" else plot_split_time(runs, picture)
 
 
 def main() -> None:
     """The program."""
-    for path in draw_figure(parse_plot()):
-        print(f"drew {path}")
+    print(f"drew {draw_figure(parse_plot())}")
 
 
 if __name__ == "__main__":

@@ -96,9 +96,8 @@ def test_slurm_requeues_a_job_that_has_saved_on_notice(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if notice else "")
 
 
-def test_the_notebook_runs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Its commands, on a smaller model; the picture that it shows is there in the end."""
-    monkeypatch.setattr(plot, "OUTPUT", tmp_path)
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
     lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
     for program, options in re.findall(r"^!python project/(\w+)\.py (.*)$", lines, re.MULTILINE):

@@ -46,6 +46,13 @@ class Run:
         paths = [path for name in (SUMMARY, OPTIONS) if (path := self.folder / name).exists()]
         return read_json(paths[0]) if paths else {}
 
+    @property
+    def finished(self) -> dict[str, Any]:
+        """Its summary.json. Raises UserError if there is none."""
+        if "step_seconds" not in self.summary:
+            raise UserError(f"{self.folder} has no {SUMMARY}; name the --workdir of a finished run")
+        return self.summary
+
     @cached_property
     def epochs(self) -> list[tuple[dict[str, float], ...]]:
         """Per epoch, the results of the ranks, or of the pipeline. Raises UserError if some are
@@ -89,11 +96,18 @@ class Run:
         epochs = self.epochs[1:] or self.epochs
         return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
 
-    def speed(self) -> tuple[float, float]:
-        """Examples per second over all steps but the first, and the deviation of a step."""
-        size, seconds = self.summary["batch_size"], self.summary["step_seconds"]
+    def speed_in(self, metric: str) -> tuple[float, float]:
+        """`throughput`: examples per second over all steps but the first, and the deviation of a
+        step. Others: `over_epochs`. Raises UserError if the run has not finished."""
+        if metric != "throughput":
+            return self.over_epochs(metric)
+        size, seconds = self.finished["batch_size"], self.finished["step_seconds"]
         seconds = seconds[1:] or seconds
         return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
+
+    def same(self, other: Run, *options: str) -> bool:
+        """Whether two runs have the same values of some options."""
+        return all(self.summary.get(name) == other.summary.get(name) for name in options)
 
 
 def speed_up(run: Run, baseline: Run, metric: str) -> float:
