@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.command_line import Parser
-from training.launch.errors import UserError, refuse
+from training.launch.errors import UserError, refuse, say
 from training.options import Number, count, whole
 
 TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
@@ -35,7 +35,12 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, a folder or hub id")
     add("text", nargs="*", default=[], help="lines of text; default: those of standard input")
-    add("--input", type=Path, metavar="FILE", help="read the lines from this file")
+    add(
+        "--input",
+        type=argparse.FileType("rb"),
+        metavar="FILE",
+        help="read the lines from this file",
+    )
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
@@ -70,7 +75,10 @@ def check_there(name: str) -> None:
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     try:
-        check_there(parse_generate().trained)
+        given = parse_generate()
+        check_there(given.trained)
+        if not (given.text or given.input or given.export) and sys.stdin.isatty():
+            say("Lines to translate or continue, each ended by Enter; Ctrl-D ends the last one.\n")
     except UserError as error:
         refuse(f"generate.py: error: {error}\n")
 
@@ -94,11 +102,10 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     try:
         if args.text:
             return [line for text in args.text for line in lines_of(text) or [""]]
-        return [*text_lines(args.input.open("rb") if args.input else sys.stdin.buffer)]
+        return [*text_lines(args.input or sys.stdin.buffer)]
     except (OSError, UnicodeError) as error:
-        reason = f"it is not UTF-8: {error}" if isinstance(error, ValueError) else error.strerror
-        source = "TEXT" if args.text else f"--input {args.input or '-'}"
-        raise UserError(f"{source}: it cannot be read ({reason}); text in UTF-8 works") from error
+        source = "TEXT" if args.text else f"--input {args.input.name if args.input else '-'}"
+        raise UserError(f"{source}: it cannot be read ({error}); text in UTF-8 works") from error
 
 
 def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:

@@ -33,11 +33,12 @@ def of_stages(
     else:
         units, unit, parts = blocks, "block", ""
     stages, chunks = n * args.chunks, args.chunks
-    least = 2 if option == "pp" else 1  # 3d has no schedule without stages
-    if units >= least * chunks:
-        fewer = works(f"--{option}", units // chunks, least)
+    if units >= 2 * chunks:  # one stage is no pipeline
+        fewer = works(f"--{option}", units // chunks, 2)
+    elif args.schedule == "interleaved" and units >= 2 * n:
+        fewer = works("--chunks", units // n, 2)
     else:
-        fewer = works(f"--schedule 1f1b --{option}", units, least) + ", without --chunks"
+        fewer = works(f"--schedule 1f1b --{option}", units, 2) + ", without --chunks"
     names = f"{option} chunks balance" if chunks > 1 else f"{option} balance"
     has = f"{counted(units, unit)}{parts}"
     yield names, stages <= units, f"the model has {has} and every stage needs one", fewer

@@ -59,7 +59,7 @@ CORES = len(os.sched_getaffinity(0))
 TABLE = """
 # mistyped
 pp --n_chunks 2 => there is no such option; is it --n_chunk or --chunks?
-pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
+pp FLOW --schedule 1fb1 => or vmin or dualpipev; is it 1f1b?; --help explains all
 dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
 train ddpp => it must be none or single or ddp or fsdp or pipeline or model or tensor or 3d; is it
 dp --n_epochs 2 --num_batches=3 => leave one out;
@@ -98,7 +98,8 @@ pp ONE --schedule zb => in mode model_parallel one stage computes at a time, and
 pp FLOW --pipeline blocks --schedule zb => --pipeline blocks is the course's form, and it is gpipe;
 pp ONE --pipeline blocks --n_chunk 3 => one stage computes at a time, and it is 1; leave it out, or
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
-train pipeline --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
+train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chunks 2 to 8 works
+train pipeline -w 9 --schedule interleaved --chunks 9 => --schedule 1f1b --world_size 2 to 16 works,
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
 train ddp --tp 2 => only 3d has it; leave it out
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks

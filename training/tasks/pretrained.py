@@ -21,6 +21,7 @@ from training.launch.errors import UserError
 from training.options import VGG
 
 from .gpt2 import PRESETS, check_computed, generator_for
+from .text_files import try_hub
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config, PreTrainedTokenizerBase
@@ -35,10 +36,11 @@ def check_pretrained(name: str, max_length: int) -> None:
     Downloads the hub's files."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    if not Path(name).is_dir():  # before the hub is asked, which takes a minute without a network
+    if not Path(name).is_dir():  # a name, which may be misspelt
         near = get_close_matches(name.lower(), [*PRESETS, VGG], 1, cutoff=0.65)
         if near and name not in PRESETS and "/" not in name:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
+        try_hub()
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":

@@ -250,7 +250,20 @@ def load_splits(source: str, **options: Any) -> Mapping[str, Any]:
     """The splits of a dataset on the hub, or what a reader of `datasets` gives."""
     import datasets  # here: it takes seconds to import
 
+    if not Path(source).is_dir():
+        try_hub()
     return datasets.load_dataset(source, **options)
+
+
+def try_hub() -> None:
+    """One quick try of the hub, whose own library tries for half a minute. Where the hub cannot be
+    reached, this process reads only what was downloaded before."""
+    import huggingface_hub as hub  # here: it takes a quarter of a second to import
+
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+    except Exception:  # of the library below it, which differs between versions
+        hub.constants.HF_HUB_OFFLINE = True
 
 
 @contextmanager

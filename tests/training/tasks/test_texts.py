@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 from datasets import Dataset
 
@@ -616,3 +617,12 @@ def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
 def test_why_the_hub_gives_nothing(hub: Callable[..., Mock], error: Exception, said: str) -> None:
     hub(error)
     assert error_of("a/b") == said
+
+
+def test_a_hub_out_of_reach_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own library would wait for half a minute."""
+    session = Mock(head=Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: session)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert "ConnectionError: Couldn't reach 'some/where' on the Hub" in error_of("some/where")
+    assert session.head.call_count == 1 and huggingface_hub.constants.HF_HUB_OFFLINE
