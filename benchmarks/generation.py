@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import DATASET, Row, alternate, ratio_of, summarize, write_rows
 from project.run_data_parallel import parse_data_parallel
-from project.utils import read_pairs
 from training.launch.world import World
 from training.layouts.layout import setup_of
 from training.layouts.replicated import Replicated
+from training.tasks.texts import load_texts
 from training.tasks.tokens import eos
 from training.tasks.translation import TranslationTask
 
@@ -125,7 +125,7 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
             f"--dataset {DATASET} --n_train 5000 --n_validation 1000 --n_test 100 "
             f"--vocab_size 4096 --model_max_length {LENGTH} --batch_size 64".split(),
         )  # fmt: skip
-        texts = read_pairs(args, World())
+        texts = load_texts(args, World(), translates=True)
         task = TranslationTask(args, World(), texts, None)
     model = Replicated(task, World(), setup_of(args, World()))
     train(task, model, n_steps)

@@ -40,7 +40,7 @@ from training.launch.launch import launch
 from training.launch.world import World
 from training.options import Options
 from training.tasks.gpt2 import gpt2_config
-from training.tasks.texts import load_pairs
+from training.tasks.texts import load_texts
 from training.tasks.tokens import Batch, collate_batch, get_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,8 +72,10 @@ def program(command: str, device: str = "cpu") -> dict[str, Any]:
 def _plain(world: World, out: Path) -> None:
     """An epoch of the plain loop: its seconds, the loss of each step, and the seconds of tokenizing
     all pairs once, as ours does before the epoch."""
-    sizes = {"train": PAIRS, "validation": 16, "test": 2}
-    texts = load_pairs(DATASET, "de", "en", sizes, 2, world, out.parent)
+    args = Options(
+        dataset=DATASET, n_train=PAIRS, n_validation=16, n_test=2, dp=2, workdir=out.parent
+    )  # fmt: skip
+    texts = load_texts(args, world)
     pairs = list(texts.splits["train"])
     tokenizer = get_tokenizer(pairs, 4096, "de", "en", out.parent)
     start = time.perf_counter()

@@ -72,7 +72,7 @@ from project import rules, stage_rules, train_rules
 from project.utils import finish, run_program
 from runtime.mesh import make_mesh
 from training.check import check, outputs_on_main
-from training.files import SUMMARY, TOKENS, write_json
+from training.files import SUMMARY, write_json
 from training.launch.errors import RunError
 from training.launch.launch import launch
 from training.launch.world import World
@@ -85,11 +85,10 @@ from training.resume import Resume, as_it_was
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
-from training.tasks.plain_text import load_texts
 from training.tasks.pretrained import Pretrained
 from training.tasks.sequences import FILES
 from training.tasks.task import TrainingTask
-from training.tasks.texts import SPLITS, Texts
+from training.tasks.texts import Texts, load_texts
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
@@ -135,9 +134,7 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
 def read_texts(args: TrainOptions, world: World) -> Texts:
     """Pairs or documents. All ranks call it together. Raises UserError if they cannot be read or
     are too few."""
-    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    folder = args.workdir / TOKENS
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, world, folder)
+    texts = load_texts(args, world)
     if texts.plain:
         rules.require(args, train_rules.of_plain_text(args))
     return texts

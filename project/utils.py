@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from training.files import PICTURE, TOKENS, writing
+from training.files import PICTURE, writing
 from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
 from training.launch.world import World, quiet_libraries
@@ -26,7 +26,7 @@ from training.results import Results
 from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
 from training.tasks.sequences import FILES
-from training.tasks.texts import SPLITS, Texts, load_pairs
+from training.tasks.texts import load_texts
 from training.tasks.tokens import collate_batch, get_tokenizer
 from training.tasks.translation import TranslationTask
 
@@ -44,18 +44,10 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_pairs(args: Options, world: World) -> Texts:
-    """The pairs of a run. All ranks call it together. Raises UserError if they cannot be read or
-    are too few."""
-    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    folder = args.workdir / TOKENS
-    return load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp, world, folder)
-
-
 def translation(args: Options, world: World, resume: Resume) -> TranslationTask:
     """The task of the course's two programs."""
     files = resume.files(FILES) if world.is_main else None
-    return TranslationTask(args, world, read_pairs(args, world), files)
+    return TranslationTask(args, world, load_texts(args, world, translates=True), files)
 
 
 def finish(results: Results) -> None:

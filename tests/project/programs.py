@@ -28,7 +28,7 @@ from training.results import Totals
 from training.resume import Saving
 from training.tasks import text_files
 from training.tasks.generation import continue_all
-from training.tasks.plain_text import END
+from training.tasks.text_files import END
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from project.parser import parse_options
-from project.utils import read_pairs, run_program
+from project.utils import run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
 from training.launch.errors import UserError, counted
@@ -21,6 +21,7 @@ from training.launch.world import World
 from training.options import Options
 from training.resume import DECIDE, find_resume
 from training.tasks.sequences import SequenceTask
+from training.tasks.texts import load_texts
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
 
@@ -271,7 +272,10 @@ def test_what_a_resume_may_change(made: Path) -> None:
     assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
     args = parse(DP + line)
-    resume, fingerprint = find_resume(args), read_pairs(args, World()).fingerprints()["train"]
+    resume, fingerprint = (
+        find_resume(args),
+        load_texts(args, World(), translates=True).hashes["train"],
+    )
     assert resume.checkpoint is not None
     resume.check_data(fingerprint)
     other = f"--resume: {NAME} was trained on other data of the same name; use "

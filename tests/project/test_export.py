@@ -35,7 +35,7 @@ from tests.project.programs import (
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.tasks.plain_text import END
+from training.tasks.text_files import END
 from training.trained import export, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

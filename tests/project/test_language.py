@@ -15,7 +15,7 @@ from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.language import LanguageTask
-from training.tasks.plain_text import END
+from training.tasks.text_files import END
 from training.tasks.texts import Texts
 from training.trained import load_trained
 
@@ -73,7 +73,7 @@ def test_a_tokenizer_learns_nothing_of_what_is_held_out(one: Learned, tmp_path: 
     pieces = [*["ab ab ab ab ab ab ab", None] * 19, "zq zq zq", None]
     args = parse(f"train single {one.line} --workdir {tmp_path} --model_max_length 4")
     for splits, learned in (["train"], False), (["train", "validation"], True):
-        texts = Texts(dict.fromkeys(splits, pieces), plain=True)
+        texts = Texts(dict.fromkeys(splits, pieces), dict.fromkeys(splits, ""), plain=True)
         tokenizer = LanguageTask(args, World(), texts).tokenizer
         assert len(tokenizer(" ab")["input_ids"]) == 1
         assert (len(tokenizer(" zq")["input_ids"]) == 1) is learned

@@ -14,7 +14,6 @@ import torch
 
 from project.run_pipeline import choose_devices
 from project.train import lay_out
-from project.utils import read_pairs
 from tests.project.conftest import WorldOf
 from tests.project.programs import (
     FLOW,
@@ -31,6 +30,7 @@ from training.layouts.layout import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu
 from training.tasks.task import whole_model
+from training.tasks.texts import load_texts
 from training.tasks.translation import TranslationTask
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -78,7 +78,7 @@ def of_one_process() -> tuple[list[str], list[int]]:
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
     args = parse(line)
     world = World(rank, world_size, rank)
-    task = TranslationTask(args, world, read_pairs(args, world))
+    task = TranslationTask(args, world, load_texts(args, world, translates=True))
     task._initialize = large_weights
     return task
 

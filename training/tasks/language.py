@@ -27,9 +27,9 @@ import numpy as np
 from training.launch.errors import UserError
 from training.launch.world import World
 
-from .plain_text import END
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
+from .text_files import END
 from .tokens import TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, tokens_of, train_bpe
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch

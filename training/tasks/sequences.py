@@ -87,7 +87,7 @@ class SequenceTask(TrainingTask, ABC):
 
         self.args, self.texts, self.device = args, texts, world.device
         self.pretrained = pretrained
-        self._fingerprints = texts.fingerprints()
+        self._fingerprints = texts.hashes
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
         self.examples: Mapping[str, Tokens] = self.load(*self._tokens(world))

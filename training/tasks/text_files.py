@@ -3,12 +3,17 @@
     builtin          the German-English text in training/tasks/corpus, a folder like the next
     a folder         with train.de train.en validation.de ... test.en: line i translates line i
     a folder, file   JSONL, JSON, CSV, TSV or Parquet, with a column per language or a
-                     `translation` of both, or a column `text`; or .txt (plain_text.py)
+                     `translation` of both, or a column `text`; or .txt, with <|endoftext|> between
+                     documents
     anything else    the name of a dataset on the hub, with such columns
 
-A file is of the split that it, or its folder, is named after: train, validation (also valid, val,
-dev) or test, before a dot or a dash. All others are train. Rows are read anew by each who iterates,
-some at a time.
+A file is of the split that it, or a folder that it is in, is named after: train, validation (also
+valid, val, dev) or test, before a dot or a dash. All others are train. Rows are read anew by each
+who iterates, some at a time.
+
+A text to continue is read in pieces of documents, with None after each document:
+
+    "The first document", None, "The second one, of many let", "ters", None
 
 Rejected: `datasets` as the reader of lines. It guesses types, so null in a column that nobody needs
 spoils a file, and it reads a CSV whose quotes do not end without a word.
@@ -23,7 +28,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -33,6 +38,7 @@ from training.launch.errors import RunError, UserError, counted
 from training.launch.world import World
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
+TextPiece = str | None  # of a document, or its end
 PathGroup = tuple[Path, ...]  # a file, or one for each language
 
 BUILTIN = "builtin"
@@ -46,7 +52,10 @@ ABOUT_DATA = re.compile(  # names of files about the data
     re.IGNORECASE,
 )
 MOST_NAMES = 3  # names of files in a line
-TEXT = ".txt"  # the ending of plain text
+END = "<|endoftext|>"  # GPT-2's own: after every document
+PIECE, READ = 4096, 1 << 20  # letters
+# Where byte-level BPE has no token on both sides.
+BREAK = re.compile(r"(?<=\S\n)(?=\S)|(?<=[^\W_])(?=\s+\S)")
 
 
 @dataclass(frozen=True)
@@ -70,19 +79,19 @@ class Source:
     Attributes:
         rows: of each split, mappings by column; read anew each time.
         identity: what tells it apart from others, before it is read.
-        files: of each split, if it is plain text in files.
+        in_pieces: whether rows are pieces of documents instead, of plain text in files.
         notes: for the user.
     """
 
     dataset: str
     rows: Mapping[str, Iterable[Any]]
     identity: Any
-    files: Mapping[str, Sequence[PathGroup]] = field(default_factory=dict)
+    in_pieces: bool = False
     notes: Sequence[str] = ()
 
     def is_plain(self, src: str, tgt: str) -> bool:
         """Whether it is plain text, and no pairs. Raises UserError if it is neither, or empty."""
-        if self.files:
+        if self.in_pieces:
             return True
         first = next((row for rows in self.rows.values() for row in rows), None)
         if first is None:
@@ -105,17 +114,36 @@ def texts_of(source: Source, split: str, keys: Sequence[str]) -> Iterator[Pair]:
         columns = _columns(row)
         texts = {key: "" if columns.get(key) is None else columns[key] for key in keys}
         for key, text in texts.items():
+            wrong = ""
             if not isinstance(text, str):
-                raise UserError(
-                    f"--dataset {source.dataset}: row {number} of {split}: {key} is {text!r:.40}, "
-                    "and not text in quotes"
-                )
-            if not text.isascii() and (half := HALF_LETTER.search(text)):
-                raise UserError(
-                    f"--dataset {source.dataset}: row {number} of {split}: {key} has {half[0]!r}, "
-                    "half of a letter (a surrogate), which is no text; without it it works"
-                )
+                wrong = f"is {text!r:.40}, and not text in quotes"
+            elif not text.isascii() and (half := HALF_LETTER.search(text)):
+                wrong = f"has {half[0]!r}, half of a letter (a surrogate); without it it works"
+            if wrong:
+                where = f"row {number} of {split}"
+                raise UserError(f"--dataset {source.dataset}: {where}: {key} {wrong}")
         yield texts
+
+
+def pieces_of(source: Source, split: str) -> Iterator[TextPiece]:
+    """The pieces of the documents of a split."""
+    if source.in_pieces:
+        yield from source.rows.get(split, ())
+        return
+    for row in texts_of(source, split, ("text",)):
+        yield from pieces(row["text"])
+        yield None
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
+    one document."""
+    first = 0
+    while first < len(text):
+        found = BREAK.search(text, first + PIECE)
+        end = found.start() if found else len(text)
+        yield text[first:end]
+        first = end
 
 
 def _columns(row: Any) -> Mapping[str, Any]:
@@ -147,8 +175,8 @@ def find_source(dataset: str, src: str, tgt: str, world: World) -> Source:
         read = partial(rows_of_files, dataset, (src, tgt))
         rows = {split: Again(partial(read, group)) for split, group in files.items()}
         ending = names[0].suffix.lower()
-        notes = [_which_files(files)] if path.is_dir() and ending in ENDINGS else []
-        return Source(dataset, rows, identity, files if ending == TEXT else {}, notes)
+        notes = [_which_files(files)] if path.is_dir() and ending in READERS else []
+        return Source(dataset, rows, identity, ending == ".txt", notes)
 
 
 def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[PathGroup]]:
@@ -158,7 +186,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     kinds: dict[str, list[Path]] = {}
     for file in [path] if path.is_file() else _data_in(path):
         ending = file.suffix.lower()
-        if ending in ENDINGS:
+        if ending in READERS:
             kinds.setdefault(ending, []).append(file)
         elif SPLIT_NAME.match(file.stem) and file.parent == path:
             languages.setdefault(file.stem, {})[file.suffix[1:]] = file
@@ -174,7 +202,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     if not kinds:
         raise UserError(
             f"--dataset {dataset}: it has neither train.{src} and train.{tgt}, nor a file that "
-            f"ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+            f"ends in {', '.join([*READERS][:-1])} or {[*READERS][-1]}"
         )
     if len(kinds) > 1:
         names = " and ".join(str(files[0].relative_to(path)) for files in kinds.values())
@@ -194,8 +222,7 @@ def _missing_language(
     """Says which languages the files of this name have, and which options take them."""
     works = f"line i of {stem}.{src} must translate line i of {stem}.{tgt}"
     if len(files) > 1:
-        others = (key for key in files if key not in (src, tgt))
-        one, other = (key if key in files else next(others) for key in (src, tgt))
+        one, other = sorted(files, key=lambda key: (key == tgt) - (key == src))[:2]
         works = f"--src {one} --tgt {other} works"
     names = " and ".join(file.name for file in files.values())
     missing = " or ".join(f"{stem}.{key}" for key in (src, tgt) if key not in files)
@@ -205,12 +232,12 @@ def _missing_language(
 
 
 def _data_in(folder: Path) -> Iterator[Path]:
-    """The files of a folder, and of the folders in it, that may hold data."""
-    for file in sorted([*folder.iterdir(), *folder.glob("*/*")]):
+    """The files of a folder, and of all folders in it, that may hold data."""
+    for file in sorted(folder.rglob("*")):
         hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
         if hidden or ABOUT_DATA.match(file.name) or not file.is_file():
             continue
-        if file.stat().st_size or file.suffix.lower() not in ENDINGS:
+        if file.stat().st_size or file.suffix.lower() not in READERS:
             yield file
 
 
@@ -231,7 +258,7 @@ def _which_files(groups: Mapping[str, Sequence[PathGroup]]) -> str:
 
 def from_hub(dataset: str) -> Mapping[str, Any]:
     """The splits of a dataset on the hub. Raises UserError if it is the name of a file."""
-    if Path(dataset).suffix.lower() in ENDINGS or dataset.startswith((".", "/", "~")):
+    if Path(dataset).suffix.lower() in READERS or dataset.startswith((".", "/", "~")):
         raise UserError(f"--dataset {dataset}: there is no such file or folder{NO_NETWORK}")
     where = f"{dataset} (on the hub)"
     with refused_if_unreadable(where, NO_NETWORK):
@@ -300,15 +327,15 @@ def rows_of_files(
 
 
 def _parallel_lines(dataset: str, keys: Sequence[str], files: PathGroup) -> Iterator[Pair]:
-    sides = [_lines(path) for path in files]
-    for number, pair in enumerate(zip_longest(*sides)):
+    for pair in zip_longest(*map(_lines, files)):
         if None in pair:
-            longer = number + 1 + sum(1 for side in sides for _ in side)
-            source, target = (number if text is None else longer for text in pair)
-            one, other = (path.name for path in files)
+            sizes = [sum(1 for _ in _lines(path)) for path in files]
+            both = " and ".join(
+                f"{path.name} has {counted(size, 'line')}"
+                for path, size in zip(files, sizes, strict=True)
+            )
             raise UserError(
-                f"--dataset {dataset}: {one} has {counted(source, 'line')} and {other} has "
-                f"{target:,}: line i of one must translate line i of the other"
+                f"--dataset {dataset}: {both}: line i of one must translate line i of the other"
             )
         yield dict(zip(keys, pair, strict=True))
 
@@ -353,19 +380,20 @@ def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, st
     lines = text_lines(file)
     first = next(lines, "")
     separator = max(separators, key=first.count)
-    read = partial(csv.reader, strict=True, skipinitialspace=True, delimiter=separator)
-    header = first.split(separator) if separator == "\t" else next(read([first]), [])
-    columns = [name.strip(' "') for name in header]
-    reader = read(f"{line}\n" for line in lines)
+    ended = (f"{line}\n" for line in chain([first], lines))
+    reader = csv.reader(ended, strict=True, skipinitialspace=True, delimiter=separator)
     tabs = separator == "\t"
-    begin = 2  # the first line of a row
+    table = (line[:-1].split("\t") for line in ended) if tabs else reader
+    begin = 1  # the first line of a row
     try:
-        for cells in (line.split("\t") for line in lines) if tabs else reader:
+        columns = [name.strip(' "') for name in next(table)]
+        begin = 2
+        for cells in table:
             if len(cells) > len(columns):
                 raise csv.Error(f"{len(cells)} cells, and the first line has {len(columns)}")
             if any(cells):
                 yield dict(zip(columns, cells, strict=False))
-            begin = begin + 1 if tabs else reader.line_num + 2
+            begin = begin + 1 if tabs else reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"the row that begins in line {begin}: {error}") from None
 
@@ -377,8 +405,21 @@ def _parquet_rows(file: BinaryIO) -> Iterator[Any]:
         yield from batch.to_pylist()
 
 
+def _documents(file: BinaryIO) -> Iterator[TextPiece]:
+    """The pieces of a text. It may be one long line, of which little is in memory."""
+    text, rest = io.TextIOWrapper(file, "utf-8-sig", newline="\n"), ""
+    while more := text.read(READ):
+        *documents, rest = (rest + more).replace("\r\n", "\n").split(END)
+        for document in documents:
+            yield from pieces(document)
+            yield None
+        *whole, rest = list(pieces(rest)) or [""]
+        yield from whole
+    yield from pieces(rest)
+    yield None
+
+
 READERS: dict[str, Callable[[Any], Iterator[Any]]] = {  # by a file's ending
-    ".jsonl": _json_lines, ".json": _json_rows, ".parquet": _parquet_rows,
+    ".txt": _documents, ".jsonl": _json_lines, ".json": _json_rows, ".parquet": _parquet_rows,
     ".csv": partial(_table_rows, ",;\t"), ".tsv": partial(_table_rows, "\t"),
 }  # fmt: skip
-ENDINGS = (TEXT, *READERS)

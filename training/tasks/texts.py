@@ -1,15 +1,15 @@
-"""Reads the pairs of sentences that --dataset names.
+"""Reads the text that --dataset names: pairs of sentences, or documents to continue.
 
-Problem: --dataset must become pairs, or one line that says what is wrong with it; and the text may
-be larger than memory.
+Problem: --dataset must become examples, or one line that says what is wrong with it; and the text
+may be larger than memory.
 
 What it may be, and how it is read: text_files.py. A missing split is cut off the end of train. Rows
-with an empty text are skipped and counted.
+with an empty text, and documents with blanks alone, are left out.
 
 Idea: a split is no list. Its text is read anew each time that it is used, some lines at a time. The
-first start reads it twice, for what each start must know (`remembered`: how many pairs, a hash, the
-test pairs), and keeps that in a folder that is named by the files' paths, sizes and times. A later
-start only looks whether that folder is there. Plain text: plain_text.py.
+first start reads it twice, for what each start must know (`remembered`: how many examples, a hash,
+the test pairs), and keeps that in a folder that is named by the files' paths, sizes and times. A
+later start only looks whether that folder is there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +27,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from training.files import json_text, writing
+from training.files import TOKENS, json_text, writing
 from training.launch.errors import UserError, counted
 from training.launch.world import World
+from training.options import Options
 from training.progress import moving
 
-from .text_files import Again, Pair, Source, find_source, texts_of
+from .text_files import Again, Pair, Source, find_source, pieces_of, texts_of
 
 Sizes = Mapping[str, int | None]
+Ranges = dict[str, tuple[str, int, int]]
+"""For each split the source's split, the first example in it, and the number of examples."""
 
 SPLITS = ("train", "validation", "test")
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
@@ -46,19 +49,14 @@ class Texts:
     and again, and has a length; that of test is a list.
 
     Attributes:
-        plain: it is text to continue, not pairs; there is no test split.
+        plain: the examples are pieces of documents, not pairs; there is no test split.
         hashes: of each split's examples, in order.
     """
 
     splits: Mapping[str, Any]
+    hashes: dict[str, str] = field(repr=False)
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    hashes: dict[str, str] = field(default_factory=dict, repr=False)
-
-    def fingerprints(self) -> dict[str, str]:
-        """A hash of each split's examples, in order."""
-        self.hashes = self.hashes or {split: hash_of(rows) for split, rows in self.splits.items()}
-        return self.hashes
 
 
 def hash_of(examples: Iterable[Any]) -> str:
@@ -71,67 +69,77 @@ def hash_of(examples: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def load_pairs(
-    dataset: str, src: str, tgt: str, sizes: Sizes, dp: int, world: World, folder: Path
-) -> Texts:
-    """The pairs of a run. All ranks call it together: the first one of each host reads.
+def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
+    """The pairs or the plain text that the options ask for. All ranks call it together: the first
+    one of each host reads.
 
     Args:
-        dataset: see text_files.py.
-        src, tgt: the keys of the languages: file endings, columns.
-        sizes: the maximum number of pairs per split; None takes all there are.
-        dp: every split must hold at least a pair for each of so many ranks.
-        folder: for what later starts need not read again.
+        translates: whether only pairs can be used.
 
     Raises:
-        UserError: there are no usable pairs; the message says why, and what works.
+        UserError: there is no usable text, or a rank has no pair of a split; the message says why,
+            and what works.
     """
+    dataset, src, tgt = args.dataset, args.src, args.tgt
+    sizes: Sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     source = find_source(dataset, src, tgt, world)
-    if source.is_plain(src, tgt):
+    plain = source.is_plain(src, tgt)
+    if plain and translates:
         raise UserError(
             f"--dataset {dataset}: this is plain text, and the program translates; "
             f"project/train.py ddp --model gpt2-mini --dataset {shlex.quote(dataset)} learns it"
         )
-    return pairs_of(source, (src, tgt), sizes, dp, world, folder)
-
-
-def pairs_of(
-    source: Source, keys: tuple[str, str], sizes: Sizes, dp: int, world: World, folder: Path
-) -> Texts:
-    """See `load_pairs`."""
-    examine = partial(_examine, source, keys, sizes, dp)
-    facts = remembered(examine, world, folder, source.identity, keys, sizes)
-    _check_sizes(source, facts["ranges"], dp)
+    keys, most = ((), {}) if plain else ((src, tgt), sizes)
+    examine = partial(_examine, source, keys, most)
+    facts = remembered(examine, world, args.workdir / TOKENS, source.identity, keys, most)
     splits: dict[str, Any] = {
-        split: Again(partial(_usable, source, of, keys, first, size), size)
-        for split, (of, first, size) in facts["ranges"].items()
+        split: Again(partial(_part, source, keys, *part), part[-1])
+        for split, part in facts["ranges"].items()
     }
-    notes = [*source.notes, *facts["notes"]]
-    return Texts(splits | {"test": facts["test"]}, notes, hashes=facts["hashes"])
-
-
-def _check_sizes(source: Source, ranges: Mapping[str, tuple[str, int, int]], dp: int) -> None:
-    """Raises UserError if a rank has no pair of a split."""
-    for split, (_, _, size) in ranges.items():
-        if size < dp:
+    if plain and "train" not in splits:
+        raise UserError(f"--dataset {dataset}: it has no text to learn; more text works")
+    for split, pairs in {} if plain else splits.items():
+        if len(pairs) < args.dp:
             raise UserError(
-                f"--dataset {source.dataset}: {split} has {counted(size, 'pair')} with text on "
-                f"both sides, and a run of {counted(dp, 'rank')} needs {dp} or more; "
+                f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on "
+                f"both sides, and a run of {counted(args.dp, 'rank')} needs {args.dp} or more; "
                 f"a larger --n_{split}, or more text, works"
             )
+    notes = [*source.notes, *facts["notes"]]
+    return Texts(splits | facts["lists"], facts["hashes"], notes, plain)
 
 
-def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> dict[str, Any]:
-    """Returns, for each split, the source's split, the first pair in it, the number of pairs and a
-    hash; and the test pairs, and notes for the user."""
-    ranges, notes = {}, []
-    for split in [split for split in SPLITS if split in source.rows]:
-        pairs = moving(_pairs(source, split, keys), f"Reading {split}", None, "pair")
-        usable = Counter(all(pair.values()) for pair in pairs)
-        ranges[split] = (split, 0, usable[True])
-        if usable[False]:
-            empty = counted(usable[False], "row")
-            notes.append(f"{split}: skipped {empty} with an empty text.")
+def _examine(source: Source, keys: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """What each start must know. Plain text has no keys."""
+    ranges: Ranges = {}
+    notes: list[str] = []
+    unit = "pair" if keys else "piece"
+    for split in [split for split in SPLITS if split in source.rows and (keys or split != "test")]:
+        skipped = Counter[str]()
+        examples = _examples(source, split, keys, skipped)
+        size = sum(1 for _ in moving(examples, f"Reading {split}", None, unit))
+        if keys or size:
+            ranges[split] = (split, 0, size)
+        if skipped and not source.in_pieces:
+            rows = counted(skipped.total(), "row")
+            notes.append(f"{split}: skipped {rows} with an empty text.")
+    if keys:
+        ranges = _cut(ranges, sizes, notes)
+    lists, hashes = dict[str, list[Pair]](), dict[str, str]()
+    rest = {of: _examples(source, of, keys) for of in source.rows}
+    done = Counter[str]()
+    for split, (of, first, size) in ranges.items():  # a source's examples are read once, in order
+        some: Iterable[Any] = islice(rest[of], first - done[of], first - done[of] + size)
+        done[of] = first + size
+        if split == "test":
+            some = lists[split] = list(some)
+        hashes[split] = hash_of(moving(some, f"Reading {split} again", size, unit))
+    return {"ranges": ranges, "hashes": hashes, "lists": lists, "notes": notes}
+
+
+def _cut(ranges: Ranges, sizes: Sizes, notes: list[str]) -> Ranges:
+    """Returns the splits of pairs, with as many as are asked for. Those that the source does not
+    have are cut off the end of train."""
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in ranges:
             *_, size = ranges.get("train", ("train", 0, 0))
@@ -146,32 +154,33 @@ def _examine(source: Source, keys: tuple[str, str], sizes: Sizes, dp: int) -> di
             there = counted(size, "pair")
             notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
         ranges[split] = (of, first, min(size, size if most is None else most))
-    ranges = {split: ranges[split] for split in SPLITS}
-    _check_sizes(source, ranges, dp)
-    test, hashes = list[Pair](), dict[str, str]()
-    rest = {of: _usable(source, of, keys) for of in source.rows}
-    done = dict.fromkeys(rest, 0)
-    for split, (of, first, size) in ranges.items():  # a source's pairs are read once, in order
-        some: Iterable[Pair] = islice(rest[of], first - done[of], first - done[of] + size)
-        done[of] = first + size
-        if split == "test":
-            some = test = list(some)
-        hashes[split] = hash_of(moving(some, f"Reading {split} again", size, "pair"))
-    return {"ranges": ranges, "hashes": hashes, "test": test, "notes": notes}
+    return {split: ranges[split] for split in SPLITS}
 
 
-def _usable(
-    source: Source, split: str, keys: tuple[str, str], first: int = 0, size: int | None = None
-) -> Iterator[Pair]:
-    """`size` pairs with text on both sides, after the first `first` ones; by default all."""
-    usable = (pair for pair in _pairs(source, split, keys) if all(pair.values()))
-    return islice(usable, first, None if size is None else first + size)
+def _part(source: Source, keys: Sequence[str], split: str, first: int, size: int) -> Iterator[Any]:
+    """`size` examples of a source's split, after the first `first` ones."""
+    return islice(_examples(source, split, keys), first, first + size)
 
 
-def _pairs(source: Source, split: str, keys: tuple[str, str]) -> Iterator[Pair]:
-    """All pairs of a source's split, without blanks around their texts."""
-    for texts in texts_of(source, split, keys):
-        yield {key: text.strip() for key, text in texts.items()}
+def _examples(
+    source: Source, split: str, keys: Sequence[str], skipped: Counter[str] | None = None
+) -> Iterator[Any]:
+    """All examples of a source's split: pairs with text on both sides, without blanks around it;
+    or, without keys, pieces of documents that are not blank. Counts the others in `skipped`."""
+    skipped = Counter() if skipped is None else skipped
+    for texts in texts_of(source, split, keys) if keys else ():
+        pair = {key: text.strip() for key, text in texts.items()}
+        if all(pair.values()):
+            yield pair
+        else:
+            skipped[split] += 1
+    begun = False
+    for piece in () if keys else pieces_of(source, split):
+        if begun or (piece and piece.strip()):  # a blank piece is a blank document, see `BREAK`
+            begun = piece is not None
+            yield piece
+        elif piece is None:
+            skipped[split] += 1
 
 
 # What a start need not read again

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,37 @@ from datasets import Dataset
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.tasks import plain_text, text_files
+from training.options import Options
+from training.tasks import text_files
 from training.tasks.pictures import load_pictures
-from training.tasks.plain_text import END, load_texts
-from training.tasks.text_files import BUILTIN_FOLDER, rows_of_files, text_lines
-from training.tasks.texts import SPLITS, Texts, hash_of, load_pairs, made_once
+from training.tasks.text_files import BUILTIN_FOLDER, END, rows_of_files, text_lines
+from training.tasks.texts import SPLITS, Texts, hash_of, load_texts, made_once
 
-ALL = {"train": None, "validation": None, "test": None}
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
 Rows = list[tuple[str, str]]
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, where facts/ has what later starts need not read again."""
+    """In a folder of its own, where run/ has what later starts need not read again."""
     monkeypatch.chdir(tmp_path_factory.mktemp("here"))
 
 
-def read(dataset: object, **sizes: int | None) -> Texts:
-    """As train.py reads it."""
-    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, 1, World(), Path("facts"))
+def asked(dataset: object, dp: int = 1, **sizes: int | None) -> Options:
+    """The options of a run."""
+    n: Any = {f"n_{split}": size for split, size in sizes.items()}
+    return Options(dataset=str(dataset), workdir=Path("run"), dp=dp, **n)
 
 
 def load(dataset: object, dp: int = 1, **sizes: int | None) -> Texts:
-    """The same; the other programs read the same pairs."""
-    texts = read(dataset, **sizes)
+    """As train.py reads it. The other programs read the same pairs."""
+    args = asked(dataset, dp, **sizes)
+    texts = load_texts(args, World())
     if not texts.plain and Path(str(dataset)).exists():
-        wanted = {**ALL, **sizes}
-        same = load_pairs(str(dataset), "de", "en", wanted, dp, World(), Path("facts"))
+        same = load_texts(args, World(), translates=True)
         assert (in_memory(same), same.notes) == (in_memory(texts), texts.notes)
         hashes = {split: hash_of(rows) for split, rows in in_memory(texts).items()}
-        assert same.fingerprints() == texts.fingerprints() == hashes
+        assert same.hashes == texts.hashes == hashes
     return texts
 
 
@@ -262,6 +263,8 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
     ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl "
      "sub/train.de sub/train.en",
      {"train": ["corpus.jsonl"], "validation": ["DEV.jsonl"], "test": ["test.jsonl"]}),
+    ("1/2/a.jsonl dev/2/b.jsonl test/2/3/c.jsonl 1/.2/d.jsonl",
+     {"train": ["1/2/a.jsonl"], "validation": ["dev/2/b.jsonl"], "test": ["test/2/3/c.jsonl"]}),
     ("authors/jane.txt copyright.txt LICENSES.txt notice/val.txt",
      {"train": ["authors/jane.txt"], "validation": ["notice/val.txt"]}),
 ]  # fmt: skip
@@ -334,7 +337,7 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As text8 is, here after short ones, with `END` and CRLF where a part that is read ends."""
-    monkeypatch.setattr("training.tasks.plain_text.READ", 5003)
+    monkeypatch.setattr("training.tasks.text_files.READ", 5003)
     whole = "".join(f"line {i}\r\n{END * (i % 1500 == 7)}\r\n" for i in range(4000))
     whole += " ".join(f"wörd{i}" for i in range(30_000))
     (tmp_path / "a.txt").write_text(whole, "utf-8-sig", newline="")
@@ -352,7 +355,7 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
 def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """The texts of a start, and how often it has read a text to the end."""
     ends = 0
-    real = text_files.rows_of_files, plain_text._pieces_of_file
+    real = text_files.rows_of_files
 
     def counting(read: Callable[..., Any], *args: Any) -> Any:
         nonlocal ends
@@ -360,8 +363,7 @@ def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[An
         ends += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_files, "rows_of_files", partial(counting, real[0]))
-        patch.setattr(plain_text, "_pieces_of_file", partial(counting, real[1]))
+        patch.setattr(text_files, "rows_of_files", partial(counting, real))
         found = read()
     return found, ends
 
@@ -375,13 +377,13 @@ def test_a_second_start_reads_nothing_and_gets_the_same(
         content = to_jsonl(numbered(0, 40)) if kind == "jsonl" else b'{"text": "a b c"}\n' * 40
         path = folder / ("a.txt" if kind == "txt" else "a.jsonl")
         path.write_bytes(content)
-    first, opened = starts(lambda: read(path), monkeypatch)
+    first, opened = starts(lambda: load_texts(asked(path), World()), monkeypatch)
     assert opened
-    again, opened = starts(lambda: read(path), monkeypatch)
+    again, opened = starts(lambda: load_texts(asked(path), World()), monkeypatch)
     assert opened == 0
     assert in_memory(again) == in_memory(first)
     assert (again.notes, again.plain) == (first.notes, first.plain)
-    assert again.fingerprints() == first.fingerprints()
+    assert again.hashes == first.hashes
 
 
 def _renamed(path: Path) -> Path:
@@ -398,13 +400,11 @@ def _rewritten(path: Path, content: bytes) -> Path:
 
 
 CHANGES: dict[str, Callable[[Path], Any]] = {
-    "content": lambda path: read(_rewritten(path, to_jsonl(numbered(40, 80)))),
-    "name": lambda path: read(_renamed(path)),
-    "a size": lambda path: read(path, train=3),
-    "languages": lambda path: load_pairs(
-        str(path), "en", "de", ALL, 1, World(), Path("facts")
-    ),
-    "place": lambda path: load_pairs(str(path), "de", "en", ALL, 1, World(), Path("other")),
+    "content": lambda path: load(_rewritten(path, to_jsonl(numbered(40, 80)))),
+    "name": lambda path: load(_renamed(path)),
+    "a size": lambda path: load(path, train=3),
+    "languages": lambda path: load_texts(replace(asked(path), src="en", tgt="de"), World()),
+    "place": lambda path: load_texts(replace(asked(path), workdir=Path("other")), World()),
 }  # fmt: skip
 
 
@@ -419,7 +419,7 @@ def test_a_start_with_another_text_reads_it(
     changed, opened = starts(lambda: CHANGES[what](path), monkeypatch)
     assert opened
     if what in ("content", "a size", "languages"):
-        assert changed.fingerprints()["train"] != before.fingerprints()["train"]
+        assert changed.hashes["train"] != before.hashes["train"]
         first = next(iter(changed.splits["train"]))
         assert first["en"] == ("sentence 40" if what == "content" else "sentence 10")
         assert [*first] == (["en", "de"] if what == "languages" else ["de", "en"])
@@ -455,7 +455,7 @@ def _of_a_rank(rank: int, world_size: int, path: Path, folder: Path) -> tuple[An
 
     def pairs_or_error() -> Any:
         try:
-            return load_pairs(str(path), "de", "en", ALL, 1, world, folder).hashes
+            return load_texts(replace(asked(path), workdir=folder), world).hashes
         except UserError as error:
             return str(error)
 
@@ -481,10 +481,10 @@ ROW = '{"de": "Satz", "en": "sentence"}\n'
 UNREADABLE = "--dataset {}: it cannot be read ("
 NOT_UTF8 = "--dataset {}: it is not UTF-8 ("
 SPOILT = [  # a file of the folder above
-    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i "),
+    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2 lines: line i "),
     ("train.de", "eins\nzwei\nfünf\n",
      "--dataset {}/train.de: it is not UTF-8 (invalid start byte in line 3: byte 0xfc); text in "),
-    ("train.de", "", "--dataset {}: train.de has 0 lines and train.en has 3: line i of one must "),
+    ("train.de", "", "--dataset {}: train.de has 0 lines and train.en has 3 lines: line i "),
     ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and a run "),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and a run "),
     ("valid-2.de", "a\n", "--dataset {} --src de --tgt en: it has valid-2.de, and no valid-2.en; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ from tests.equivalence.problems import POSITIONS, Held, Sentences
 from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
-from training.tasks.plain_text import pieces
 from training.tasks.sequences import SequenceTask
 from training.tasks.task import Step
-from training.tasks.texts import SPLITS, Texts, made_once
+from training.tasks.text_files import pieces
+from training.tasks.texts import SPLITS, Texts, hash_of, made_once
 from training.tasks.tokens import (
     Encoded,
     Stream,
@@ -41,6 +41,10 @@ PAIRS = [
     {"de": "Die Katze sieht den großen Hund im Garten.", "en": "The cat sees the big dog."},
     {"de": "Ja.", "en": "Yes, it does so every day in the garden of the neighbours."},
 ]
+
+
+def texts_of(splits: Mapping[str, Any]) -> Texts:
+    return Texts(splits, {split: hash_of(examples) for split, examples in splits.items()})
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +177,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
         tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
         encoded = (tokens_of([""], tokenizer)[0], np.ones(2, np.int64))
         task: Any = SimpleNamespace(
-            tokenizer=range(size), texts=Texts({"train": PAIRS}), _fingerprints={}, files={},
+            tokenizer=range(size), texts=texts_of({"train": PAIRS}), _fingerprints={}, files={},
             encoded=lambda _, some=encoded: [some],
             _made_from=lambda *_, name=str(size): tmp_path / name,
         )  # fmt: skip
@@ -246,7 +250,7 @@ def test_a_second_start_takes_what_the_first_has_made_of_the_same(
         made.clear()
         (tmp_path / workdir).mkdir(exist_ok=True)
         line = f"train single {TINY} --workdir {tmp_path / workdir} --model_max_length 60 {more}"
-        texts = Texts(dict.fromkeys(SPLITS, PAIRS) | splits)
+        texts = texts_of(dict.fromkeys(SPLITS, PAIRS) | splits)
         return TranslationTask(parse(line), World(), texts, files)
 
     files = None
@@ -293,7 +297,7 @@ def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path
 
 def test_pairs_that_are_cut_and_sizes_that_are_not_reached_are_said(tmp_path: Path) -> None:
     args = parse(f"train single {TINY} --model_max_length 20 --workdir {tmp_path}")
-    texts = Texts({"train": [*PAIRS, *PAIRS], "validation": PAIRS[:1], "test": PAIRS})
+    texts = texts_of({"train": [*PAIRS, *PAIRS], "validation": PAIRS[:1], "test": PAIRS})
     task = TranslationTask(args, World(), texts)
     lengths = [
         sum(len(task.tokenizer(text)["input_ids"]) + 1 for text in p.values()) for p in PAIRS
@@ -311,7 +315,7 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at lines and, where a line is long, at words."""
-    monkeypatch.setattr("training.tasks.plain_text.PIECE", 5)
+    monkeypatch.setattr("training.tasks.text_files.PIECE", 5)
     text = "Der Hund.\n\nDie Katze \n im\r\nGarten.\n   Ja,\n\n\n\tsie\nsieht ihn.\nUnd\ndann \n"
     found = list(pieces(text))
     assert [text.index(piece) for piece in found[1:]] == [14, 20, 25, 48, 54, 60]
@@ -387,4 +391,4 @@ def test_a_source_that_fills_the_length_leaves_nothing_to_learn(tmp_path: Path) 
     args = parse(f"train single {TINY} --model_max_length 3 --workdir {tmp_path}")
     said = "--model_max_length 3: every source sentence fills it, .* --model_max_length 128 works"
     with pytest.raises(UserError, match=said):
-        TranslationTask(args, World(), Texts(dict.fromkeys(SPLITS, PAIRS)))
+        TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, PAIRS)))
