@@ -16,6 +16,7 @@ files of the runs.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -50,7 +51,7 @@ from project.figures.runs import Run, speed_up
 from project.figures.style import LINES, picture, readable
 from project.plan import machine_named
 from project.plot import describe as in_words
-from runtime.axes import AXES, place_of, sizes
+from runtime.axes import named, place_of, ranks_of, sizes
 from training.files import METRICS, OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
@@ -134,7 +135,7 @@ class Reported(Run):
         used = self.summary
         if used.get("num_devices"):
             return sizes(pp=used["num_devices"])
-        return {axis: used.get(axis) or 1 for axis in AXES}
+        return ranks_of(used)
 
     @property
     def seconds(self) -> float:
@@ -149,9 +150,12 @@ class Reported(Run):
 
     @cached_property
     def priced(self) -> PricedStep | None:
-        """The run as the planner sees it; None without a machine, or if it is no GPT-2."""
+        """The run as the planner sees it; None without a machine, or if it is no GPT-2, or has an
+        axis that the planner does not price."""
         used, size = self.summary, self.config
-        if self.machine is None or "n_embd" not in size:
+        ranks = {axis: self.shape[axis] for axis in describe.RANKS}
+        known = math.prod(ranks.values()) == math.prod(self.shape.values())
+        if self.machine is None or "n_embd" not in size or not known:
             return None
         batch, m = used["batch_size"], used.get("num_microbatches") or 1
         model = describe.model_of(
@@ -159,7 +163,7 @@ class Reported(Run):
             vocab=size["vocab_size"], seq=round(self.positions / batch),
         )  # fmt: skip
         layout = describe.layout_of(
-            **self.shape, micro_batch=-(-batch // (self.shape["dp"] * m)), batch_size=batch,
+            **ranks, micro_batch=-(-batch // (ranks["dp"] * m)), batch_size=batch,
             chunks=used.get("chunks") if used.get("schedule") == "interleaved" else None,
             recompute="never" if used.get("recompute") in (None, "never") else "always",
             precision=used.get("precision") or "fp32",
@@ -294,6 +298,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {
+        "named": named,
         "number": readable,
         "tiny": lambda value: f"{value:.1e}" if value else "0",
         "share": lambda value: f"{value:.1%}",

@@ -65,8 +65,6 @@ from textwrap import dedent
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from runtime.axes import AXES
-
 
 class Strategy(NamedTuple):
     """A row of the table.
@@ -104,7 +102,7 @@ STRATEGIES = {
     "tensor": Strategy("tp", False, "a part of every matrix on each rank, all of the batch (GPT-2)",
                        "sequence_parallel", hidden="vgg_width"),
     "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
-                   f"{' '.join(AXES)} schedule chunks balance sequence_parallel zero"),
+                   "dp pp tp schedule chunks balance sequence_parallel zero"),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options, shown
 from project.strategies import STRATEGIES
-from runtime.axes import AXES
+from runtime.axes import AXES, FACTORS, named, ranks_of
 from training.options import (
     UNSET,
     VGG,
@@ -112,15 +112,14 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     3d dp follows the number of ranks, which torchrun may change when it restarts them."""
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     own, usual = STRATEGIES[args.strategy].axis, STRATEGIES[args.strategy].usual
-    args = rules.settled_ranks(
-        args, usual.get("world_size", 2) if own else math.prod(lengths.values())
-    )
+    product = math.prod(lengths[axis] for axis in FACTORS)
+    args = rules.settled_ranks(args, usual.get("world_size", 2) if own else product)
     if own is not None:
         lengths[own] = args.world_size
     else:
-        others = math.prod(lengths.values()) // lengths["dp"]
+        others = product // lengths["dp"]
         lengths["dp"] = args.dp or args.world_size // others or 1
-    name = str(args.world_size) if own else "x".join(map(str, lengths.values()))
+    name = str(args.world_size) if own else named(lengths)
     return replace(args, **lengths, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
@@ -145,7 +144,7 @@ def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
     args = setup.args
     if STRATEGIES[args.strategy].whole:
         return Replicated(task, world, setup)
-    mesh = make_mesh({axis: getattr(args, axis) for axis in AXES}, args.timeout)
+    mesh = make_mesh(ranks_of(vars(args)), args.timeout)
     return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
 
 

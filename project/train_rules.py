@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.axes import AXES
+from runtime.axes import FACTORS
 from tensor_parallel.gpt2 import degrees
 from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
@@ -32,7 +32,7 @@ def option_of(args: Options, axis: str) -> str:
 def of_strategy(args: Options) -> Iterator[Rule]:
     """What a strategy and its options ask of each other, and the rules of its parts."""
     strategy, row, vgg = args.strategy, STRATEGIES[args.strategy], args.model == VGG
-    ranks = math.prod(getattr(args, axis) for axis in AXES)
+    ranks = math.prod(getattr(args, axis) for axis in FACTORS)
     zero = args.zero if strategy == "3d" else None
     elastic = torchrun_world_size() is not None  # another host may join later
     checked = args.check_weights or args.check_output
@@ -40,7 +40,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     mesh = "strategy zero dp pp"
     yield from [
         ("strategy world_size", args.world_size == ranks,
-         f"{' x '.join(AXES)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
+         f"{' x '.join(FACTORS)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
         ("strategy world_size", args.world_size == 1 or row.usual.get("world_size") != 1,
          f"{strategy} is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),

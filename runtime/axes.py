@@ -1,9 +1,18 @@
 """The table of a run's axes. Imports nothing.
 
-A run has a place in a mesh for every rank, dp x pp x tp (mesh.py). Whatever is done for each axis
-goes through `AXES`: the mesh and its groups, the values of --dp, --pp, --tp, the names of workdirs,
-the words of a run's first line. (What an axis means for a layout stands in that layout; the
-planner, which imports no runtime, prices axes by a table of its own.)
+A run has a place in a mesh for every rank, dp x ep x cp x pp x tp (mesh.py). Whatever is done for
+each axis goes through `AXES`: the mesh and its groups, the values of --dp, --pp, --tp, the names of
+workdirs, the words of a run's first line. (What an axis means for a layout stands in that layout;
+the planner, which imports no runtime, prices axes by a table of its own.)
+
+    axis   its ranks have                      and meet
+    dp     other examples                      after backward: gradients are averaged
+    ep     other examples, other experts       in every layer of experts, and after backward
+    cp     other positions of one example      in every attention, and after backward
+    pp     other layers                        once per micro-batch
+    tp     other parts of every matrix         several times in every layer
+
+A user's --dp counts all replicas, those of ep among them: --dp 4 --ep 2 is a mesh of dp 2, ep 2.
 """
 
 from __future__ import annotations
@@ -13,10 +22,15 @@ from typing import Any
 
 AXES = {  # outermost first, each in a word
     "dp": "data",
+    "ep": "expert",
+    "cp": "context",
     "pp": "pipeline",
     "tp": "tensor",
 }
-DATA_AXES = ("dp",)  # whose ranks train on other examples: their losses add up
+BATCH_AXES = ("dp", "ep")  # over which a batch is dealt out
+DATA_AXES = ("dp", "ep", "cp")  # whose losses and gradients add up
+FACTORS = ("dp", "cp", "pp", "tp")  # whose options multiply to the number of ranks
+SELDOM = ("ep", "cp")  # which are left unsaid where they have one rank
 
 
 def sizes(**ranks: int) -> dict[str, Any]:
@@ -24,6 +38,24 @@ def sizes(**ranks: int) -> dict[str, Any]:
     if unknown := ranks.keys() - AXES.keys():
         raise ValueError(f"{', '.join(unknown)}: the axes are {', '.join(AXES)}")
     return {axis: ranks.get(axis, 1) for axis in AXES}
+
+
+def ranks_of(options: Mapping[str, Any]) -> dict[str, int]:
+    """The number of ranks on every axis, from the options of a run, where None is 1."""
+    ranks = {axis: options.get(axis) or 1 for axis in AXES}
+    return {**ranks, "dp": ranks["dp"] // ranks["ep"]}
+
+
+def named(lengths: Mapping[str, int]) -> str:
+    """The options of a mesh for the name of a folder: 2x2x1, or 2x2x1-cp2."""
+    usual = "x".join(str(lengths[axis]) for axis in AXES if axis not in SELDOM)
+    return usual + "".join(f"-{axis}{lengths[axis]}" for axis in SELDOM if lengths[axis] > 1)
+
+
+def axes_in_words(lengths: Mapping[str, int]) -> str:
+    """The options of a mesh for a person: data 2 x pipeline 2 x tensor 1."""
+    said = [axis for axis in AXES if axis not in SELDOM or lengths[axis] > 1]
+    return " x ".join(f"{AXES[axis]} {lengths[axis]}" for axis in said)
 
 
 def place_of(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:

@@ -5,7 +5,9 @@
 
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
-per step, so they are furthest apart. The table of axes is axes.py.
+per step, so they are furthest apart. Ranks that share sequences (cp) or experts (ep) meet in every
+layer, too, but outside the stages and matrices, so that each has pipelines of its own. The table of
+axes is axes.py.
 
 Not torch's `DeviceMesh`: it cannot describe a single process without a process group; its groups
 wait half an hour; an axis with all ranks gets the default group, in which the training loop sums
@@ -24,10 +26,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .axes import AXES, DATA_AXES, sizes
+from .axes import AXES, BATCH_AXES, DATA_AXES, axes_in_words, sizes
 
-# The axes whose ranks meet in one group: each by itself.
-GROUPS: tuple[tuple[str, ...], ...] = tuple((axis,) for axis in AXES)
+# The axes whose ranks meet in one group: each by itself, and those
+GROUPS: tuple[tuple[str, ...], ...] = (
+    *((axis,) for axis in AXES),
+    BATCH_AXES,  # which have other parts of a batch
+    DATA_AXES,  # which average gradients
+    ("dp", "cp"),  # which average gradients of the same experts
+)
 
 
 class Axis(NamedTuple):
@@ -71,22 +78,27 @@ def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     shape = [*sizes(**ranks).values()]
     if math.prod(shape) != world_size:
-        product = " x ".join(map(str, shape))
+        product = axes_in_words(sizes(**ranks))
         raise ValueError(f"{product} is not the number of ranks, {world_size}")
     if world_size == 1:
         return Mesh(dict.fromkeys(GROUPS, Axis()))
     mesh, places = torch.arange(world_size).view(shape), {}
     messages: Sequence[dist.ProcessGroup] = ()
+    groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
     for axes in GROUPS:
         meeting = [dim for dim, axis in enumerate(AXES) if axis in axes]
         apart = [dim for dim, axis in enumerate(AXES) if axis not in axes]
         size = math.prod(shape[dim] for dim in meeting)
         # Every rank must help to make every group, in the same order.
         for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
-            group = dist.new_group(members, timeout=timedelta(seconds=timeout))
+            # Equal groups are one, but that of an axis whose ranks meet within a layer is its own:
+            # gradients are averaged while backward runs.
+            key = ("dp" in axes and size > 1, tuple(members))
+            if key not in groups:
+                groups[key] = dist.new_group(members, timeout=timedelta(seconds=timeout))
             between = message_groups(members, timeout) if axes == ("pp",) and size > 1 else ()
             if dist.get_rank() in members:
-                places[axes] = Axis(members.index(dist.get_rank()), size, group)
+                places[axes] = Axis(members.index(dist.get_rank()), size, groups[key])
                 messages = messages or between
     return Mesh(places, messages)
 

@@ -307,6 +307,10 @@ class Options(
     HAS_STRATEGIES: ClassVar[bool] = False
     strategy: str = "single"
     """how the model is laid out on the processes"""
+    cp: Count = UNSET
+    """parts that every sequence is cut into"""
+    ep: Count = UNSET
+    """ranks that share the experts; it divides --dp"""
     typed: Set[str] = frozenset()
     """the names of the options that a person has typed"""
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Action, Kind, dependencies, ended_with
 from planning.simulate import CAUSES, EXCHANGE, Gap, Simulation, Simulator, Work
-from runtime.axes import AXES, place_of, sizes
+from runtime.axes import place_of, ranks_of, sizes
 from training.launch.errors import UserError
 from training.timeline import Event
 
@@ -245,7 +245,7 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     """As `compare`, of a run."""
     used, workers = run.summary, run.timeline
     threads = used.get("world_size", 1) == 1 and len(workers) > 1
-    ranks = sizes(pp=len(workers)) if threads else {axis: used.get(axis) or 1 for axis in AXES}
+    ranks = sizes(pp=len(workers)) if threads else ranks_of(used)
     n, rank_of = ranks["pp"], [place_of(r, ranks)["pp"] for r in range(len(workers))]
     schedule = used["schedule"] if n > 1 else "1f1b"
     return compare(workers, schedule, rank_of, step=step, work=work)

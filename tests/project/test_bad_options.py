@@ -103,7 +103,7 @@ train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chu
 train pipeline -w 9 --schedule interleaved --chunks 9 => --schedule 1f1b --world_size 2 to 16 works,
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
 train ddp --tp 2 => only 3d has it; leave it out
-train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks
+train 3d --dp 2 --pp 2 --world_size 2 => dp x cp x pp x tp is 4; start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
 train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_size 2 or 4 works
@@ -236,7 +236,7 @@ CHANGED = {
 # All other options decide what is computed.
 MAY_CHANGE = """
     async_save balance benchmark_only bucket_mb check_output check_weights chunks compile
-    cores_per_rank device dp gradient_sync keep master_port model_parallel_mode n_epochs
+    cores_per_rank cp device dp ep gradient_sync keep master_port model_parallel_mode n_epochs
     num_batches num_devices num_microbatches on_nan on_signal pipeline pp print_steps profile
     pytest recompute resume save_every schedule sequence_parallel step_timeout strategy tensorboard
     timeline timeout tp typed wandb workdir world_size zero

@@ -280,11 +280,11 @@ def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
     other = write_run(tmp_path, "c/run1", batch_size=6, **steps)
     runs = report.reported([one, cut, one])
     shapes = [(run.name, *run.shape.values()) for run in runs]
-    assert shapes == [("run1", 1, 1, 1), ("run8", 2, 4, 1)]
+    assert shapes == [("run1", 1, 1, 1, 1, 1), ("run8", 2, 1, 1, 4, 1)]
     text = text_of(report.render(runs, PAGE / "report.html"))
-    assert "run1 1 x 1 x 1 12 2000.0 1.00x" in text and "run8 2 x 4 x 1 24 2000.0 2.00x" in text
+    assert "run1 1x1x1 12 2000.0 1.00x" in text and "run8 2x4x1 24 2000.0 2.00x" in text
     page = report.render(report.reported([one, other]), PAGE / "report.html")
-    assert f"{other} 1 x 1 x 1 6 2000.0 0.50x" in text_of(page)
+    assert f"{other} 1x1x1 6 2000.0 0.50x" in text_of(page)
     for absent in ("planner", "idle", "validation", "Gradients", 'what-if" auto'):
         assert absent not in page.partition("<body>")[2].partition("<script>")[0]
 

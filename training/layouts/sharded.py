@@ -38,7 +38,7 @@ class Sharded(MeshLayout):
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
-            compute_dtype=compute_dtype, device=world.device, group=mesh["dp"].group,
+            compute_dtype=compute_dtype, device=world.device, group=self.replica.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             kind=lambda name: name in cut_task.shards,  # cut parameters and whole ones apart
         )  # fmt: skip
@@ -46,7 +46,7 @@ class Sharded(MeshLayout):
         held: list[Held] = []
         for u in self.fsdp.units:  # each has either cut parameters or whole ones
             name = u.unit.entries[0].name
-            replicas = self.replicas(tp=name not in cut_task.shards)
+            replicas = self.replicas(*cut_task.shared_axes(name))
             held += self.held_in(u.unit, u.shard, replicas, cut_task.counted(name))
         self.held = held
         self.shared = parameters_of(held, "tp")  # flat shards that other tensor ranks have, too
@@ -58,7 +58,7 @@ class Sharded(MeshLayout):
         loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         self.cut_task.sum_gradients(self.shared)  # then over the tensor axis
-        if self.dp_size > 2:
+        if self.replica.size > 2:
             self.cut_task.copy_gradients(self.shared)
         return loss * (count if self.mesh.counts_loss else 0)  # tensor ranks have the same
 
@@ -82,9 +82,9 @@ class Sharded(MeshLayout):
             notice.end_if_given()
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
-        group = self.mesh["dp"].group
+        group = self.replica.group
         going = torch.tensor(int(this_one))
-        if self.dp_size > 1:
+        if self.replica.size > 1:
             going = going.to(control_device(group, self.devices[0]))
             dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
         return bool(going)

@@ -19,6 +19,7 @@ from data_parallel.zero1 import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ranks_of_stages
+from runtime.axes import DATA_AXES
 from runtime.communicator import Communicator
 from runtime.mesh import Mesh
 from runtime.recompute import mode_of
@@ -62,14 +63,14 @@ class Staged(MeshLayout):
         self.held = self._parameters = self._whole_parameters()
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
-        if self.dp_size > 1 and args.zero == 1:
-            self._shard_optimizer(Communicator(mesh["dp"].group, recorder=setup.timeline))
+        if self.replica.size > 1 and args.zero == 1:
+            self._shard_optimizer(Communicator(self.replica.group, recorder=setup.timeline))
             return
-        if self.dp_size > 1:
+        if self.replica.size > 1:
             # In buckets of their own, since the rank of the other stage must get the same bits.
             tied = parameters_of(self.held, "pp")
             self.buckets = GradientBuckets(
-                self.pipe.parameters(), mesh["dp"].group, recorder=setup.timeline, apart=tied
+                self.pipe.parameters(), self.replica.group, recorder=setup.timeline, apart=tied
             )
         self.optimizers = [setup.optimizer(self.pipe.parameters())]
 
@@ -87,14 +88,16 @@ class Staged(MeshLayout):
         owned, held, number = self.pipe.owned_parameters(), list[Held](), 0
         for name, p in self.pipe.named_parameters().items():
             first = name in owned and self.cut_task.counted(name)  # of the other axes' ranks
-            counts = first and number % self.dp_size == self.dp_rank
+            counts = first and number % self.replica.size == self.replica.rank
             number += first
-            held.append(Held.whole(name, p, self._replicas(name, dp=True), counts))
+            held.append(Held.whole(name, p, self._replicas(name, *DATA_AXES), counts))
         return self.cut_task.cut(held)
 
-    def _replicas(self, name: str, dp: bool) -> tuple[str, ...]:
-        tied, cut = len(self.pipe.users(name)) > 1, name in self.cut_task.shards
-        return self.replicas(dp=dp, pp=tied, tp=not cut)
+    def _replicas(self, name: str, *axes: str) -> tuple[str, ...]:
+        """Axes along which ranks hold the same: `axes`, that of the stages if the parameter is
+        tied, and that of the matrices if it is not cut."""
+        stages = ("pp",) if len(self.pipe.users(name)) > 1 else ()
+        return self.replicas(*axes, *stages, *self.cut_task.shared_axes(name))
 
     def _shard_optimizer(self, replicas: Communicator) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
@@ -111,13 +114,13 @@ class Staged(MeshLayout):
         for unit, shard in self.sharded.units():
             name = unit.entries[0].name
             counts = name in owned and self.cut_task.counted(name)
-            held += self.held_in(unit, shard, self._replicas(name, dp=False), counts)
+            held += self.held_in(unit, shard, self._replicas(name), counts)
         self.held = held
 
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""
         # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
-        count = max(1, step.count) / (self.dp_size if self.buckets else 1)
+        count = max(1, step.count) / (self.replica.size if self.buckets else 1)
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
             inputs = map(self.cut_task.input, step.inputs, step.targets)
@@ -133,7 +136,7 @@ class Staged(MeshLayout):
         )  # before `reduce`, which takes p.grad away
         if self.sharded is not None:
             self.sharded.reduce()  # sums over the replicas, into the shards' gradients
-        if self.dp_size > 2:
+        if self.replica.size > 2:
             self._copy_gradients()
         # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if self.mesh.counts_loss else 0)

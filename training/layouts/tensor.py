@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from data_parallel.gradients import copy_back
 from data_parallel.shards import Unit
+from runtime.axes import BATCH_AXES, DATA_AXES
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.recorder import Recorder
@@ -122,6 +123,10 @@ class CutTask:
         """Whether this rank counts a parameter: one that all have is counted by the first."""
         return name in self.shards or self.ranks.rank == 0
 
+    def shared_axes(self, name: str) -> tuple[str, ...]:
+        """The axis of the matrices, if all its ranks hold the same of a parameter."""
+        return () if name in self.shards else ("tp",)
+
     def cut(self, held: Iterable[Held]) -> list[Held]:
         """The same rectangles of this rank's shards, as rectangles of the whole parameters."""
         rectangles = []
@@ -169,15 +174,16 @@ class MeshLayout(LaidOutModel):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
         self.world = world
-        self.dp_rank, self.dp_size, _ = mesh["dp"]
+        self.dp_rank, self.dp_size, _ = mesh[BATCH_AXES]
+        self.replica = mesh[DATA_AXES]  # its place among ranks that hold the same
         self.tp_rank = mesh["tp"].rank
         self.cut_task = CutTask(  # on the meta device: no memory yet
             task, mesh["tp"], setup.dtype, setup.args.sequence_parallel, setup.timeline
         )
 
-    def replicas(self, **same: bool) -> tuple[str, ...]:
-        """The axes with several ranks along which all of them hold the same."""
-        return tuple(axis for axis, is_same in same.items() if is_same and self.mesh[axis].size > 1)
+    def replicas(self, *axes: str) -> tuple[str, ...]:
+        """Those of `axes` that have several ranks."""
+        return tuple(axis for axis in axes if self.mesh[axis].size > 1)
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
@@ -200,7 +206,7 @@ class MeshLayout(LaidOutModel):
     ) -> list[Held]:
         """The rectangles of whole parameters in this rank's flat shard of a unit. A shard of gaps
         alone has an empty one, so that every shard has a record."""
-        flat = unit.slices(self.dp_rank, shard.detach())
+        flat = unit.slices(self.replica.rank, shard.detach())
         held = self.cut_task.cut(x for values in flat for x in rectangles_of(*values))
         if not held:
             name, shape, *_ = unit.entries[0]
