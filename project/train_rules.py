@@ -12,8 +12,8 @@ from runtime.axes import FACTORS
 from tensor_parallel.gpt2 import degrees
 from training.launch.errors import counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.metrics import check_trackers
 from training.options import VGG, Options
+from training.results import check_trackers
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pretrained import check_pretrained
 

@@ -41,9 +41,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.checkpoint import newest, weights_of
-from training.files import CHECKPOINTS
+from training.files import CHECKPOINTS, moving
 from training.options import Options
-from training.progress import moving
 
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup

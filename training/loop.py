@@ -25,10 +25,9 @@ import torch
 from torch import nn
 
 from runtime.cores import quota_note
-from training.metrics import Metrics
+from training.files import moving
 from training.optimization import ADVICE, Counts, Optimizers, Recipe
 from training.options import Options
-from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.tasks.task import stream
 from training.timeline import profiled
@@ -154,8 +153,7 @@ def run(
     model.check_replicas("at the start")  # after weights were loaded
     done = optimizer.steps  # by the run that is resumed
     quota = quota_note() if world.device.type == "cpu" else []
-    results.begin([*setup.notes(world.device), *quota, *resume.notes], resumed=done > 0)
-    metrics = Metrics(world, args, model, done)  # after `begin`, which has moved old files away
+    results.begin([*setup.notes(world.device), *quota, *resume.notes], done)
 
     def before_step() -> None:
         timeline.begin_step()
@@ -165,9 +163,9 @@ def run(
     def after_step(totals: Totals, seconds: float) -> None:
         """Raises Ended if a rank was given notice."""
         model.set_timeouts(step_timeout(args, world, seconds))
-        metrics.add_step(epoch, optimizer, seconds)
+        results.add_step(epoch, optimizer, seconds)
         asked = optimizer.counts.notices > 0  # on some rank
-        # After the metrics: metrics.jsonl has what a checkpoint has done.
+        # After `add_step`: metrics.jsonl has what a checkpoint has done.
         saving.after_step(epoch, totals, asked)
         if asked:
             saving.saver.wait()
@@ -207,12 +205,10 @@ def run(
             if not args.benchmark_only:
                 scored = total >= per_epoch or not task.needs_an_epoch
                 loss, score = _evaluate(results, f"after epoch {epoch + 1}", scored)
-            result = results.end_epoch(epoch, totals, loss, score)
-            metrics.add_evaluation(optimizer.steps, epoch, result)
+            results.end_epoch(epoch, optimizer.steps, totals, loss, score)
     saving.prune()  # waits for what is written in the background
     if not timeline.complete:  # the run was shorter
         timeline.save(args.workdir)
-    metrics.close()
     results.summarize()
     return results
 

@@ -1,4 +1,4 @@
-"""The output of a run: result files, and the printed table.
+"""The output of a run: the numbers of every step, result files, and the printed table.
 
 Per epoch e a run writes into its workdir, for every rank r, or once for all ranks if they share
 models, as in a pipeline:
@@ -6,15 +6,28 @@ models, as in a pipeline:
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-metrics.jsonl (training/metrics.py) is the record of a run, step by step, also through a resume. At
-the end summary.json is made from it: speed, memory and the loss of every step. options.json has the
-run's options; config.json and tokenizer.json describe the model. Figures are drawn from these
+metrics.jsonl is the record of a run, also through a resume: a line of JSON per step and per
+evaluation, written at once, so that `tail -f` follows a run. TensorBoard and Weights & Biases get
+the same numbers:
+
+    {"epoch": 0, "step": 12, "loss": 3.1, "learning_rate": 0.001, "gradient_norm": 0.8, ...}
+    {"epoch": 0, "step": 79, "training_loss": 1.9, "validation_loss": 1.4, "bleu": 22.9}
+
+`step` is the number of steps done in the whole run. Speeds are summed over all ranks;
+`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. A position of GPT-2
+with P parameters, L blocks of width C and sequences of T takes about 6 P + 12 L C T operations.
+
+At the end summary.json is made from it: speed, memory and the loss of every step. options.json has
+the run's options; config.json and tokenizer.json describe the model. Figures are drawn from these
 files. File names count epochs from 0, as in the course, and so do metrics.jsonl's; the table,
 figures and messages count from 1.
+
+Cost: 0.1 ms per step.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -23,7 +36,7 @@ import resource
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +44,7 @@ from typing import Any
 import torch
 
 from runtime.cores import core_slice
+from training.optimization import Optimizers
 from training.options import Options
 
 from .files import (
@@ -40,13 +54,19 @@ from .files import (
     PICTURE,
     SUMMARY,
     TENSORBOARD,
+    json_text,
     show,
     write_json,
+    write_text,
     writing,
 )
+from .launch.errors import RunError, UserError
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
+
+Sink = Callable[[int, Mapping[str, Any]], None]
+"""Takes the number of steps done, and the numbers to write."""
 
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
@@ -88,7 +108,8 @@ class Results:
         self.resumed = False
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
-        self.summary: dict[str, Any] = {}  # on rank 0
+        self.summary: dict[str, Any] = {}  # on rank 0, as are the sinks
+        self.sinks: list[Sink] = []
 
     def say(self, text: str) -> None:
         """Prints, on rank 0 alone."""
@@ -100,17 +121,19 @@ class Results:
         widths = map(len, self.columns)
         self.say("   ".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False)))
 
-    def begin(self, notes: Sequence[str], resumed: bool = False) -> None:
-        """Sets an earlier run aside, unless it is resumed; prints what will be trained."""
+    def begin(self, notes: Sequence[str], steps_done: int = 0) -> None:
+        """Sets an earlier run aside, unless some of its steps are resumed; prints what will be
+        trained."""
         args, task = self.args, self.task
-        self.resumed = resumed
+        self.resumed = steps_done > 0
         if self.world.is_main:
-            if not resumed and (aside := set_aside(args.workdir)) is not None:
+            if not self.resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
             self._write_options(shlex.join(["python", *sys.argv]))
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
+            self.sinks = _sinks(args, steps_done)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
         self._say_row(*self.columns)
 
@@ -127,10 +150,28 @@ class Results:
         """Prints the row of the untrained model."""
         self._say_row("start", "", _number(validation_loss, 3), _number(score.value, 1))
 
+    def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
+        """Writes a step, done or skipped."""
+        if not self.sinks:
+            return
+        copies = self.world.world_size / self.model.dp_size  # ranks with the same part of a batch
+        positions, tokens = optimizer.counts.positions / copies, optimizer.counts.tokens / copies
+        self._write_numbers(
+            optimizer.steps, epoch=epoch, loss=optimizer.loss, learning_rate=optimizer.rate,
+            gradient_norm=optimizer.norm, seconds=seconds, tokens_per_sec=positions / seconds,
+            real_tokens_per_sec=tokens / seconds, peak_rss_bytes=peak_bytes(self.world.device),
+            skipped=math.isnan(optimizer.loss),
+        )  # fmt: skip
+
+    def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
+        for sink in self.sinks:
+            sink(steps, {"epoch": epoch, "step": steps, **numbers})
+
     def end_epoch(
-        self, epoch: int, totals: Totals, validation_loss: float, score: Score
-    ) -> dict[str, float]:
-        """Writes the result files of this rank, prints a row, and returns the results.
+        self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
+    ) -> None:
+        """Writes the result files of this rank and the evaluation after so many steps of the run,
+        and prints a row.
 
         training_time is in seconds, without evaluation. tokens_per_sec counts every position of
         this rank's batches (all ranks', if they write one file), padding included, as the course
@@ -143,24 +184,23 @@ class Results:
         all_speeds = self.world.of_parts(self.model.dp_rank, own_speeds)  # collective
         summed = [sum(speeds) for speeds in zip(*all_speeds, strict=True)]
         speeds = own_speeds if self.model.results_per_rank else summed
-        result = {
+        numbers = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
             "training_time": totals.seconds,
-            "tokens_per_sec": speeds[0],
-            "real_tokens_per_sec": speeds[1],
             "skipped_steps": totals.skipped,
             self.task.score_name.lower(): score.value,
         }
+        measured = {"tokens_per_sec": speeds[0], "real_tokens_per_sec": speeds[1]}
         self.generated = score.generated
-        self._write_epoch(epoch, {**result, **self.task.score_details})
+        self._write_epoch(epoch, numbers | measured | self.task.score_details)
+        self._write_numbers(steps, epoch, **numbers)
         self.history.append((totals.seconds, summed[0]))
         self._say_row(
             str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
             _number(score.value, 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in summed),
         )  # fmt: skip
         self._say_speeds(epoch, totals.seconds, speeds[0])
-        return result
 
     def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
         """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
@@ -174,17 +214,15 @@ class Results:
                 f"Epoch {epoch}{who}: Training Time = {time:.2f}, Tokens_per_sec = {speed:.1f}"
             )
 
-    def _write_epoch(self, epoch: int, result: dict[str, Any]) -> None:
-        results, gen = "eval_results", "gen"
-        if self.model.results_per_rank:
-            results, gen = f"rank{self.world.rank}_results", f"rank{self.world.rank}_gen"
-        elif not self.world.is_main:
+    def _write_epoch(self, epoch: int, result: Mapping[str, Any]) -> None:
+        who = f"rank{self.world.rank}_" if self.model.results_per_rank else ""
+        if not (who or self.world.is_main):
             return
-        write_json(self.args.workdir / f"{results}_epoch{epoch}.json", result)
+        write_json(self.args.workdir / f"{who or 'eval_'}results_epoch{epoch}.json", result)
         if self.generated:
             pairs = zip(self.task.tested(), self.generated, strict=True)
             content = [{"example": example, "gen": sentence} for example, sentence in pairs]
-            write_json(self.args.workdir / f"{gen}_epoch{epoch}.json", content)
+            write_json(self.args.workdir / f"{who}gen_epoch{epoch}.json", content)
 
     def summarize(self) -> None:
         """Writes summary.json, from which runs are compared, from metrics.jsonl, which ends with
@@ -214,6 +252,10 @@ class Results:
             **self.task.score_details,
         }
         write_json(args.workdir / SUMMARY, self.summary)
+        if args.wandb:  # forked ranks run no exit handlers
+            import wandb
+
+            wandb.finish()
 
     def close(self) -> None:
         """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
@@ -278,3 +320,78 @@ def peak_bytes(device: torch.device) -> int:
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])  # kB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# The numbers of every step
+
+
+def _sinks(args: Options, steps_done: int) -> list[Sink]:
+    """Who gets the numbers of a run. Those of later steps than are done are removed."""
+    sinks = [_json_lines(args.workdir / METRICS, steps_done)]
+    if args.print_steps:
+        sinks.append(_printed)
+    if args.tensorboard:
+        sinks.append(_tensorboard(args.workdir / TENSORBOARD, steps_done))
+    if args.wandb:
+        sinks.append(_wandb(args))
+    return sinks
+
+
+def _json_lines(path: Path, steps_done: int) -> Sink:
+    """Goes on after the lines of the steps that are done. They are the only record of their losses:
+    the file is replaced by a whole one, and never cut."""
+    lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("}\n")]  # the last may be cut off
+    # A step comes before its evaluation, which is repeated after the last step that is done.
+    places = [(x["step"], "loss" not in x) for x in map(json.loads, whole)]
+    last = (steps_done, False)
+    kept = [line for line, place in zip(whole, places, strict=True) if place <= last]
+    write_text(path, "".join(kept))
+    with writing(path):
+        file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(_: int, numbers: Mapping[str, Any]) -> None:
+        with writing(path):
+            file.write(json_text(numbers, indent=None))
+
+    return write
+
+
+def _printed(step: int, numbers: Mapping[str, Any]) -> None:
+    if "loss" in numbers:  # else an evaluation
+        show(f"step {step}: loss {numbers['loss']:.4f}, {numbers['seconds']:.3f} s")
+
+
+def check_trackers(args: Options) -> None:
+    """Raises UserError if one that the options ask for is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) and importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
+
+
+def _tensorboard(folder: Path, steps_done: int) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # What is there of later steps, as of a run that was killed early, is not shown.
+    writer = SummaryWriter(folder, purge_step=steps_done + 1)
+
+    def write(steps: int, numbers: Mapping[str, Any]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, steps)
+        writer.flush()
+
+    return write
+
+
+def _wandb(args: Options) -> Sink:
+    """A run that is resumed after it was killed goes on there as the same run ("auto")."""
+    import wandb
+
+    os.environ.setdefault("WANDB_SILENT", "true")
+    about: dict[str, Any] = {"dir": args.workdir, "config": options_of(args)}
+    try:
+        run = wandb.init(project="parallel-gpt2", resume="auto", **about)
+    except wandb.Error as error:
+        offline = "WANDB_MODE=offline in the environment works without an account and a network"
+        raise RunError(f"--wandb: {str(error).rstrip('.')}; {offline}") from error
+    return lambda steps, numbers: run.log(dict(numbers), step=steps)

@@ -60,7 +60,7 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     results.model.results_per_rank = False
     for rank in range(2):
         results.world = _OfTwoReplicas(rank)
-        results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
+        results.end_epoch(3, 1, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
     assert names_in(tmp_path) == ["eval_results_epoch3.json", "gen_epoch3.json"]
     assert capsys.readouterr().out.count("Epoch 3") == 1
     assert read_json(tmp_path / "eval_results_epoch3.json") == {
@@ -72,7 +72,7 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
     assert read_json(tmp_path / "gen_epoch3.json") == pairs
     assert "Bäh" in (tmp_path / "gen_epoch3.json").read_text("utf-8")  # not escaped
     results.model.results_per_rank, results.world = True, _OfTwoReplicas(3, 1, 1)
-    results.end_epoch(4, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
+    results.end_epoch(4, 1, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
     assert names_in(tmp_path)[2:] == ["rank3_gen_epoch4.json", "rank3_results_epoch4.json"]
     assert read_json(tmp_path / "rank3_results_epoch4.json")["tokens_per_sec"] == 2000.0
     assert results.history == 3 * [(12.5, 4000.0)]  # of all ranks
@@ -84,12 +84,12 @@ def test_the_table_and_the_lines_of_the_course(
     """The latter in a file, or if the course's script asks."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     results.say_start(7.25, Score(0.5))
-    results.end_epoch(8, TOTALS, 2.25, Score())  # too few steps to be scored
+    results.end_epoch(8, 1, TOTALS, 2.25, Score())  # too few steps to be scored
     results.args.benchmark_only = True
-    results.end_epoch(0, TOTALS, math.nan, Score())
+    results.end_epoch(0, 1, TOTALS, math.nan, Score())
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     results.args.benchmark_only, results.model.results_per_rank = False, False
-    results.end_epoch(0, TOTALS, 2.25, Score(33.125))
+    results.end_epoch(0, 1, TOTALS, 2.25, Score(33.125))
     assert capsys.readouterr().out.split("\n")[:-1] == [
         # epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s
         "start                      7.250       0.5",
@@ -119,7 +119,7 @@ def test_a_resumed_run_keeps_the_commands_that_trained_before(
 
     def begin(line: str, resumed: bool = True) -> list[str]:
         monkeypatch.setattr("sys.argv", line.split())
-        results.begin([], resumed)
+        results.begin([], int(resumed))
         return commands_of(tmp_path)
 
     begin("a.py", resumed=False)

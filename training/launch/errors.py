@@ -72,7 +72,7 @@ def torchrun_world_size() -> int | None:
 
 def say(text: str) -> None:
     """Prints in one piece: ranks may share a terminal. There it erases what is left of a line that
-    moved (training/progress.py)."""
+    moved (training.files.py)."""
     with suppress(OSError):  # a terminal that is closed
         sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + text)
         sys.stderr.flush()

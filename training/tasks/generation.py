@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from training.files import moving
 from training.launch import notice
-from training.progress import moving
 
 from .cache import Cache
 from .task import Translator

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.dropout import Keys
-from training.files import TOKENS, writing
+from training.files import TOKENS, moving, writing
 from training.launch.errors import counted
 from training.launch.world import World
 from training.options import Options
-from training.progress import moving
 from training.tasks.task import stream
 
 from .generation import continue_all

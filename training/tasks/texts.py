@@ -27,11 +27,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from training.files import TOKENS, json_text, writing
+from training.files import TOKENS, json_text, moving, writing
 from training.launch.errors import UserError, counted
 from training.launch.world import World
 from training.options import Options
-from training.progress import moving
 
 from .text_files import Again, Pair, Source, find_source, pieces_of, texts_of
 
