@@ -24,9 +24,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from project.command_line import Parser
 from training.launch.errors import UserError, refuse, say
-from training.options import Number, count, whole
+from training.options import count, number_type, whole
 
-TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
+TEMPERATURE = number_type(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +34,13 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, a folder or hub id")
-    add("text", nargs="*", default=[], help="lines of text; default: those of standard input")
+    add(
+        "text",
+        nargs="*",
+        default=[],
+        metavar="TEXT",
+        help="lines of text; default: those of standard input",
+    )
     add(
         "--input",
         type=argparse.FileType("rb"),

@@ -46,8 +46,7 @@ from planning.describe import (
     model_of,
 )
 from planning.simulate import Simulation, Simulator, Timed, Work, with_times
-from project.command_line import Parser
-from project.parser import helps_of, values_of
+from project.command_line import Parser, helps_of, values_of
 from training.launch.errors import refuse
 from training.options import count
 

@@ -50,10 +50,18 @@ def require(args: Options, rows: Iterable[Rule]) -> None:
             raise UserError(f"{words}: {rule}; {instead}")
 
 
+def typed(args: Options, rows: Iterable[Rule]) -> Iterator[Rule]:
+    """A rule for each option of a row that was typed, and not as its default: it has no effect."""
+    defaults = {field.name: field.default for field in fields(args)}
+    for names, fits, rule, instead in rows:
+        for name in args.typed & {*names.split()}:
+            yield name, fits or getattr(args, name) == defaults[name], rule, instead
+
+
 def of_use(args: Options) -> Iterator[Rule]:
-    """What has no effect in this run must not be typed, but for its default."""
+    """What has no effect in this run must not be typed."""
     which = f"--model {VGG}" if "model" in args.typed else f"the default model, {VGG},"
-    rows = [
+    return typed(args, [
         ("schedule chunks balance", args.strategy != "3d" or args.pp > 1,
          "only a run with stages has it", "--pp 2 works"),
         ("sequence_parallel", args.tp > 1,
@@ -63,16 +71,13 @@ def of_use(args: Options) -> Iterator[Rule]:
         ("momentum", args.optimizer == "sgd", "only --optimizer sgd has it", LEAVE),
         ("vgg_width", args.model == VGG, f"only --model {VGG} has it", LEAVE),
         (OF_SENTENCES, args.model != VGG, f"{which} learns images", "--model gpt2-mini has it"),
-    ]  # fmt: skip
-    defaults = {field.name: field.default for field in fields(args)}
-    for names, fits, rule, instead in rows:
-        for name in args.typed & {*names.split()}:
-            yield name, fits or getattr(args, name) == defaults[name], rule, instead
+    ])  # fmt: skip
 
 
 def settled_ranks(args: O, usual: int = 2) -> O:
     """With the number of processes: as typed, as torchrun started, or as usual."""
-    return replace(args, world_size=args.world_size or torchrun_world_size() or usual)
+    given = args.world_size if "world_size" in args.typed else torchrun_world_size()
+    return replace(args, world_size=given or args.world_size or usual)
 
 
 def settled(args: O) -> O:

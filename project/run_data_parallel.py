@@ -18,16 +18,16 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options, shown
+from project.command_line import begin, parse_options, shown
 from runtime.axes import sizes
-from training.options import Architecture, Data, DataParallel, Files, Options, Processes, Training
+from training.options import Options
 
 
 @dataclass
 class DataParallelOptions(Options):
     """The options of run_data_parallel.py."""
 
-    GROUPS = (Training, Data, Architecture, Files, Processes, DataParallel)
+    PROGRAM = "run_data_parallel.py"
 
 
 if __name__ == "__main__":

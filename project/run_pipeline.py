@@ -19,16 +19,17 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options, shown
+from project.command_line import begin, parse_options, shown
 from runtime.axes import sizes
-from training.options import UNSET, Architecture, Data, Files, Options, Stages, Threads, Training
+from training.options import Count, Options
 
 
 @dataclass
 class PipelineOptions(Options):
     """The options of run_pipeline.py."""
 
-    GROUPS = (Training, Data, Architecture, Files, Threads, Stages)
+    PROGRAM = "run_pipeline.py"
+    num_microbatches: Count | None = 4
 
 
 if __name__ == "__main__":
@@ -100,18 +101,15 @@ def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
         why, more = "--pipeline blocks is the course's form", " --pipeline whole"
     instead = f"leave it out, or use --model_parallel_mode pipeline_parallel{more}"
     for name, value in decided(args).items():
-        yield name, getattr(args, name) in (UNSET, value), f"{why}, and it is {value}", instead
+        fits = name not in args.typed or getattr(args, name) == value
+        yield name, fits, f"{why}, and it is {value}", instead
 
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:
-    """With the number of stages, their schedule and their micro-batches."""
+    """With the number of stages, and what the mode decides."""
     on_gpu = choose_device(args.device, 0, 1).type == "cuda"
-    usual = {
-        "num_devices": torch.cuda.device_count() if on_gpu else 2, "balance": "auto",
-        "schedule": "1f1b", "num_microbatches": 4,
-    }  # fmt: skip
-    typed = {name: getattr(args, name) for name in usual if getattr(args, name) is not UNSET}
-    return replace(args, **{**usual, **typed, **decided(args)})
+    n = args.num_devices or (torch.cuda.device_count() if on_gpu else 2)
+    return replace(args, **{"num_devices": n, **decided(args)})
 
 
 def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:

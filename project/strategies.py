@@ -104,18 +104,8 @@ STRATEGIES = {
     "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
                    "dp pp tp schedule chunks balance sequence_parallel zero"),
 }  # fmt: skip
-
-
-def absent_from(strategy: str) -> dict[str, str]:
-    """The options that only other strategies have, and what is said of each."""
-    having: dict[str, list[str]] = {}
-    for name, row in STRATEGIES.items():
-        for option in row.options.split():
-            having.setdefault(option, []).append(name)
-    return {
-        option: f"only {' or '.join(names)} has it; leave it out"
-        for option, names in having.items() if strategy not in names
-    }  # fmt: skip
+ONLY_SOME = {option for row in STRATEGIES.values() for option in row.options.split()}
+"""The options that only some strategies have."""
 
 
 def page_of(strategy: str) -> str:

@@ -18,33 +18,17 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse_options, shown
+from project.command_line import begin, parse_options, shown
 from project.strategies import STRATEGIES
 from runtime.axes import AXES, FACTORS, named, ranks_of
-from training.options import (
-    UNSET,
-    VGG,
-    Architecture,
-    Axes,
-    Count,
-    Data,
-    Files,
-    Fraction,
-    Options,
-    Positive,
-    Processes,
-    Stages,
-    Tools,
-    Training,
-)
+from training.options import UNSET, VGG, Count, Fraction, Options, Positive
 
 
 @dataclass
 class TrainOptions(Options):
     """The options of train.py."""
 
-    GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
-    HAS_STRATEGIES = True
+    PROGRAM = "train.py"
     n_epochs: Count = 1
     batch_size: Count = 32
     """examples per step: the global batch, of all ranks together, not of each rank"""
@@ -102,7 +86,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
 def settled_train(given: TrainOptions) -> TrainOptions:
     """The same for options that are parsed."""
     args = as_it_was(settled_axes(given), shown(TrainOptions), given.strategy)
-    args = rules.settled(settled_strategy(args))
+    args = rules.settled(stage_rules.settled_chunks(args))
     rules.require(args, train_rules.of_strategy(args))
     return args
 
@@ -111,9 +95,9 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
     3d dp follows the number of ranks, which torchrun may change when it restarts them."""
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
-    own, usual = STRATEGIES[args.strategy].axis, STRATEGIES[args.strategy].usual
+    own = STRATEGIES[args.strategy].axis
     product = math.prod(lengths[axis] for axis in FACTORS)
-    args = rules.settled_ranks(args, usual.get("world_size", 2) if own else product)
+    args = rules.settled_ranks(args, 2 if own else product)
     if own is not None:
         lengths[own] = args.world_size
     else:
@@ -121,13 +105,6 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
         lengths["dp"] = args.dp or args.world_size // others or 1
     name = str(args.world_size) if own else named(lengths)
     return replace(args, **lengths, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
-
-
-def settled_strategy(args: TrainOptions) -> TrainOptions:
-    """With what the strategy usually has, and the stages per rank, which the schedule limits."""
-    usual = {"schedule": "1f1b", "balance": "auto", **STRATEGIES[args.strategy].usual}
-    args = replace(args, **{name: getattr(args, name) or usual[name] for name in usual})
-    return stage_rules.settled_chunks(args)
 
 
 def read_texts(args: TrainOptions, world: World) -> Texts:

@@ -61,11 +61,10 @@ def of_strategy(args: Options) -> Iterator[Rule]:
          "on a GPU, and in bf16, the plain run drops other activations",
          "--dropout 0, or --device cpu and --precision fp32, works"),
     ]  # fmt: skip
-    for name in ("check_weights", "check_output"):
-        yield (
-            f"device {name}", not (getattr(args, name) and args.device == "mps"),
-            "it compares with a run in float64, which this device lacks", "--device cpu works",
-        )  # fmt: skip
+    yield from rules.typed(args, [
+        ("check_weights check_output", args.device != "mps",
+         "it compares with a run in float64, which --device mps lacks", "--device cpu works"),
+    ])  # fmt: skip
     check_trackers(args)
     yield from rules.of_use(args)
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
@@ -114,16 +113,14 @@ def of_pictures(args: Options, num_pictures: int) -> list[Rule]:
     ]  # fmt: skip
 
 
-def of_plain_text(args: Options) -> list[Rule]:
+def of_plain_text(args: Options) -> Iterator[Rule]:
     """Plain text has no pairs, and needs a length that leaves a task."""
-    pairs = "it is for pairs of sentences, and this is plain text"
-    return [
-        ("model_max_length", args.model_max_length >= 2,
-         "it needs a token of context and one to predict", "2 or more works"),
-        ("src dataset", args.src == "de", pairs, "leave it out"),
-        ("tgt dataset", args.tgt == "en", pairs, "leave it out"),
-        ("n_test dataset", args.n_test is None, pairs, "leave it out"),
-    ]  # fmt: skip
+    yield (
+        "model_max_length", args.model_max_length >= 2,
+        "it needs a token of context and one to predict", "2 or more works",
+    )  # fmt: skip
+    pairs = f"it is for pairs of sentences, and --dataset {args.dataset} is plain text"
+    yield from rules.typed(args, [("src tgt n_test", False, pairs, rules.LEAVE)])
 
 
 def of_gpt2(args: Options) -> Iterator[Rule]:
@@ -131,11 +128,10 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
     if args.model in PRESETS:
         yield from rules.of_model(args)
         return
-    for name in ("n_layer", "n_embd", "n_head", "vocab_size"):
-        yield (
-            f"{name} model", getattr(args, name) is None, "pretrained weights have a fixed size",
-            f"only the presets can be changed ({', '.join(PRESETS)})",
-        )  # fmt: skip
+    yield from rules.typed(args, [
+        ("n_layer n_embd n_head vocab_size", False, "pretrained weights have a fixed size",
+         f"only the presets can be changed ({', '.join(PRESETS)})"),
+    ])  # fmt: skip
     check_pretrained(args.model, args.model_max_length)
 
 

@@ -1,7 +1,7 @@
 """The options of a run: name, type, default and help, each once.
 
-An option that is UNSET gets its value before anything starts (project/rules.py). A program shows
-some of the groups of options below, and may give an option another default; what it does not show
+An option that is UNSET gets its value before anything starts (project/rules.py). A program has some
+of the groups of options below (PROGRAMS), and may give an option another default; what it has not
 keeps the default that is here.
 
 This module does not import torch, so --help and a mistyped option are answered at once.
@@ -13,6 +13,7 @@ import math
 import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -21,22 +22,18 @@ UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
 
 
-@dataclass(frozen=True)
-class Number:
-    """A kind of number. Called with a word, it returns the number; argparse reports the error."""
+def number_type(
+    kind: type[int] | type[float], fits: Callable[[Any], bool], rule: str
+) -> Callable[[str], Any]:
+    """Returns what makes a word a number of a kind; argparse reports the error."""
 
-    kind: type[int] | type[float]
-    fits: Callable[[Any], bool]
-    rule: str
+    def read(word: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := kind(word)):
+                return value
+        raise ArgumentTypeError(f"{word}: it must be {rule}")
 
-    def __call__(self, word: str) -> Any:
-        try:
-            fine = self.fits(self.kind(word))
-        except ValueError:
-            fine = False
-        if not fine:
-            raise ArgumentTypeError(f"{word}: it must be {self.rule}")
-        return self.kind(word)
+    return read
 
 
 def size(word: str) -> int | str:
@@ -66,16 +63,18 @@ def spelt(name: str, value: Any) -> str:
 
 MAX_COUNT = 2**32 - 1
 WEEKS = 3 * 7 * 24 * 3600  # seconds; the system counts milliseconds in 31 bits
-count = Number(int, lambda n: 1 <= n <= MAX_COUNT, f"a whole number from 1 to {MAX_COUNT}")
-whole = Number(int, lambda n: 0 <= n <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")
+count = number_type(int, lambda n: 1 <= n <= MAX_COUNT, f"a whole number from 1 to {MAX_COUNT}")
+whole = number_type(int, lambda n: 0 <= n <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")
 
 Count = Annotated[int, count]
 Size = Annotated[int | None, size]  # None: all
 Whole = Annotated[int, whole]
-Positive = Annotated[float, Number(float, lambda x: 0 < x < math.inf, "positive and finite")]
-Fraction = Annotated[float, Number(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
-Seconds = Annotated[float, Number(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")]
-ZeroStage = Annotated[int, Number(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
+Positive = Annotated[float, number_type(float, lambda x: 0 < x < math.inf, "positive and finite")]
+Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
+Seconds = Annotated[
+    float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
+]
+ZeroStage = Annotated[int, number_type(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 if TYPE_CHECKING:
     ScheduleName = str  # run_pipeline.py has one more, for a device at a time
 else:
@@ -216,12 +215,12 @@ class Processes:
 class Stages:
     """stages of a pipeline"""
 
-    schedule: ScheduleName = UNSET
+    schedule: ScheduleName = "1f1b"
     """order of work: gpipe, 1f1b (default) or zb; interleaved, zbv, vhalf, vmin and dualpipev have
     several stages per device"""
     chunks: Count = UNSET
     """stages per device, for --schedule interleaved; default: 2"""
-    balance: str = UNSET
+    balance: str = "auto"
     """how blocks are split into stages: auto (default) balances measured time and may cut inside a
     block; uniform; or blocks per stage, e.g. 3,5"""
 
@@ -299,12 +298,11 @@ class DataParallel:
 
 @dataclass
 class Options(
-    Training, Data, Architecture, Files, Processes, Axes, Stages, Threads, DataParallel, Tools
+    Training, Data, Architecture, Files, Processes, Axes, Threads, Stages, DataParallel, Tools
 ):
-    """All options. A program's own class says which groups it shows, and its defaults."""
+    """All options. A program's own class has its name, and its defaults."""
 
-    GROUPS: ClassVar[tuple[type, ...]] = ()
-    HAS_STRATEGIES: ClassVar[bool] = False
+    PROGRAM: ClassVar[str]
     strategy: str = "single"
     """how the model is laid out on the processes"""
     cp: Count = UNSET
@@ -315,4 +313,10 @@ class Options(
     """the names of the options that a person has typed"""
 
 
+PROGRAMS: dict[str, tuple[type, ...]] = {
+    "run_data_parallel.py": (Training, Data, Architecture, Files, Processes, DataParallel),
+    "run_pipeline.py": (Training, Data, Architecture, Files, Threads, Stages),
+    "train.py": (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools),
+}
+"""The groups of options that each program has."""
 O = TypeVar("O", bound=Options)  # noqa: E741

@@ -30,10 +30,10 @@ from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
 from training.files import write_json
 from training.launch.errors import UserError, torchrun_world_size
-from training.options import Number
+from training.options import number_type
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-STEPS = Number(int, lambda n: n >= 2, "a whole number, 2 or more")
+STEPS = number_type(int, lambda n: n >= 2, "a whole number, 2 or more")
 NAME_WIDTH = max(len(row.name) for row in TABLE)
 HEADER = f"{'strategy':{NAME_WIDTH}}  steps     loss  gradient   weight  verdict"
 

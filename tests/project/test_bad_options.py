@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from project.parser import parse_options
+from project.command_line import parse_options
 from project.utils import run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
@@ -60,9 +60,9 @@ CORES = len(os.sched_getaffinity(0))
 TABLE = """
 # mistyped
 pp --n_chunks 2 => there is no such option; is it --n_chunk or --chunks?
-pp FLOW --schedule 1fb1 => or vmin or dualpipev; is it 1f1b?; --help explains all
+pp FLOW --schedule 1fb1 => 1fb1' (choose from 'gpipe', '1f1b', 'zb',
 dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
-train ddpp => it must be none or single or ddp or fsdp or pipeline or model or tensor or 3d; is it
+train ddpp => no strategy is named; it must be none or single or ddp or fsdp or pipeline or model or
 dp --n_epochs 2 --num_batches=3 => leave one out;
 train -w 2 DDP => no strategy is named; it must be none or single or ddp or
 train --workdir ddp => no strategy is named; it must be none or single or ddp or
@@ -119,7 +119,7 @@ train ddp --model gpt2-mini --vgg_width 8 => only --model vgg16 has it
 train ddp --n_layer 2 => the default model, vgg16, learns images; --model gpt2-mini has it
 train ddp --src fr => the default model, vgg16, learns images; --model gpt2-mini has it
 train ddp --model vgg16 --n_test 9 => --model vgg16 learns images; --model gpt2-mini has it
-train ddp --model gpt2-mini --dataset a.txt --n_test 8 => and this is plain text; leave it out
+train ddp --model gpt2-mini --dataset a.txt --n_test 8 => --dataset a.txt is plain text;
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
@@ -206,8 +206,14 @@ def test_torch_compile_needs_a_compiler(
     ("line", "said"),
     [
         ("train single --precision fp64", "--precision fp64 --device mps: this device has no f"),
-        ("train single --check_weights", "--device mps --check_weights: it compares with a run in"),
-        ("train single --check_output", "--device mps --check_output: it compares with a run in"),
+        (
+            "train single --check_weights",
+            "--check_weights: it compares with a run in float64, which ",
+        ),
+        (
+            "train single --check_output",
+            "--check_output: it compares with a run in float64, which ",
+        ),
         ("train fsdp --num_workers 1", "fsdp --device mps: gloo gathers no tensors of this device"),
     ],
 )

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from pipeline.schedules.catalogue import SCHEDULES
-from project.parser import shown
+from project.command_line import shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
-from project.strategies import STRATEGIES, absent_from, page_of
+from project.strategies import STRATEGIES, page_of
 from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
-from training.options import Processes, ScheduleName
+from training.options import ScheduleName
 from training.resume import OF_LAYOUT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -45,7 +45,6 @@ REFUSED = {  # per kind of value
     "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
     "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
     "resume": (["perhaps", "2"], "true or false"),
-    "on_nan": (["0", "stopp"], "stop or skip"),
 }
 
 
@@ -58,6 +57,7 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
     for line, said in (
         (DP + "twice", "unrecognized arguments: twice"),
         ("train ", "the following arguments are required: STRATEGY"),
+        (DP + "--on_nan stopp", "--on_nan invalid choice: 'stopp' (choose from 'stop', 'skip')"),
         (DP + "--workdir", "--workdir expected one argument"),
         (DP + "--workdir=", "--workdir is empty; leave it out, or give it a value"),
         (DP + "--dataset '' --resume", "--dataset is empty; leave it out, or give it a value"),
@@ -72,17 +72,15 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         # An option of another program, or strategy, by its other names too.
         (
             PP + "--world_size 2",
-            "--world_size: only run_data_parallel.py and train.py have it; "
+            "--world_size: only run_data_parallel.py or train.py has it; "
             "--num_devices sets the stages",
         ),
         (
             PP + "-w 2",
-            "-w: only run_data_parallel.py and train.py have it; --num_devices sets the stages",
+            "--world_size: only run_data_parallel.py or train.py has it; "
+            "--num_devices sets the stages",
         ),
-        (
-            DP + "--schedule zb",
-            "--schedule: only run_pipeline.py and train.py pipeline have it; leave it out",
-        ),
+        (DP + "--schedule zb", "--schedule: only run_pipeline.py or train.py has it; leave it out"),
         (
             TRAIN + "--num_devices 2",
             "--num_devices: only run_pipeline.py has it; --world_size works",
@@ -164,10 +162,10 @@ print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.
 
 # Each has a page of help of its own, which shows the options of one program, or of one strategy.
 EXPLAINED = {
-    DP: (DataParallelOptions, set[str]()),
-    PP: (PipelineOptions, set[str]()),
+    DP: {*shown(DataParallelOptions)},
+    PP: {*shown(PipelineOptions)},
     **{
-        f"train {name}": (TrainOptions, {*absent_from(name), *row.hidden.split()})
+        f"train {name}": {*shown(TrainOptions, name)} - {*row.hidden.split()}
         for name, row in STRATEGIES.items()
     },
 }
@@ -193,21 +191,17 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
     )
     _, _, *pages, strategies, imported = done.stdout.split("=====\n")
     for usage in OTHERS.values():
-        assert pages.pop(0).startswith(f"usage: python project/{usage} [--OPTION VALUE ...]\n")
+        assert pages.pop(0).startswith(f"usage: {usage}\n")
     assert imported.split() == []
-    said = [line.split("; ") for line in done.stderr.splitlines()]
-    assert [words[-2:] for words in said] == [
-        [f"is it {word}?", "--help explains all"] for word in ("1f1b", "timeline")
-    ]
-    for page, (line, (kind, lacks)) in zip(pages, EXPLAINED.items(), strict=True):
-        assert page.startswith(f"usage: python project/{line.split()[0]}.py ")
+    said = [line.partition(" invalid choice: ")[2] for line in done.stderr.splitlines()]
+    assert [choice.partition(" (choose from ")[0] for choice in said] == ["'1fb1'", "'timelin'"]
+    for page, (line, options) in zip(pages, EXPLAINED.items(), strict=True):
+        assert page.startswith(f"usage: {line.split()[0]}.py")
         assert 40 < page.count("\n") < 120
         assert max(map(len, page.splitlines())) <= 118
         there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)}
-        assert there == {*shown(kind)} - lacks, line
-        assert ("--num_workers N" in page) == (
-            Processes in kind.GROUPS and "world_size" not in lacks
-        )
+        assert there == options, line
+        assert ("--num_workers N" in page) == ("world_size" in options)
         assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
     assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
     assert re.findall(r"^ {4}(\w+) {2}", strategies, re.MULTILINE) == list(STRATEGIES)

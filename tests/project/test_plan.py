@@ -20,7 +20,7 @@ from tests.project.conftest import Refusal
     ("words", "message"),
     [
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
-        ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
+        ("search --model gpt2-xxl --batch_size 8", "(choose from 'gpt2-mini', 'gpt2', "),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 9 --dp 2 --micro_batch 4", "--batch_size 16 works"),

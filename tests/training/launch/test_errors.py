@@ -15,10 +15,10 @@ from tests.project.programs import ROOT
 
 BEGIN = """
 import os, signal, sys, time
-from project.parser import begin
-from training.options import Training, Options
+from project.command_line import begin
+from training.options import Options
 
-Options.GROUPS = (Training,)
+Options.PROGRAM = "run_data_parallel.py"
 {before}
 sys.argv = ["program"]
 begin(Options, None)
@@ -63,7 +63,7 @@ assert not sys.stdin.isatty() and open(os.devnull).fileno() > 2
 
 def test_a_system_without_posix_signals_is_refused_in_the_first_line_that_fails() -> None:
     """As Windows."""
-    line = "import signal; del signal.SIGHUP; import project.parser"
+    line = "import signal; del signal.SIGHUP; import project.command_line"
     done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("This program runs on Linux and macOS. On Windows use WSL (")
