@@ -95,7 +95,9 @@ class Contestant:
                 fully_shard(block)
             fully_shard(net)
         elif name == "buckets":
-            self.finish = GradientBuckets(net.parameters()).finish
+            buckets = GradientBuckets(net.parameters())
+            buckets.watch()
+            self.finish = buckets.finish
         elif name == "flat":
             self.finish = partial(average_gradients_flat, net)
         elif name == "per parameter":

@@ -49,13 +49,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.communicator import Communicator
-from runtime.guards import Guard, refuse_gradient
+from runtime.guards import Guard, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
 from runtime.recorder import Recorder, acting
 from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
-from .gathered_layer import GatheredLayer, LayerGraph, refuse_gradient_hooks
+from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
 from .shards import FlatSlice, ShardedUnit, first_value, make_units
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -124,7 +124,7 @@ class FullyShardedDataParallel:
         model = nn.Sequential(*layers)
         own_names = names_of(model)
         names = own_names if names is None else names
-        refuse_gradient_hooks(model.named_parameters())
+        refuse_gradient_hooks(model.named_parameters(), NO_HOOKS)
         if init is None and any(t.is_meta for t in own_names):
             raise ValueError("on the meta device a model needs init, which fills it by name")
         planned, parameters, places = make_units(layers, names, world_size, compute_dtype, kind)

@@ -19,7 +19,7 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,9 +30,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph, versions
-from runtime.guards import Guard, refuse_shared_memory, written_by_torch
+from runtime.guards import Guard, refuse_gradient_hooks, refuse_shared_memory, written_by_torch
 
 from .shards import Place, ShardedUnit
+
+NO_HOOKS = (
+    "would never run: each rank has the sum of a part of the gradient, and none has it whole. "
+    "Change the grad of the shards between finish_gradients() and optimizer_step(), or use "
+    "DistributedDataParallel"
+)
 
 
 class _Note(NamedTuple):
@@ -117,11 +123,9 @@ class GatheredLayer:
                 or a parameter has a hook on its gradient.
         """
         if torch.is_grad_enabled():
-            refuse_gradient_hooks(
-                (entry.name, p)
-                for u in self.units
-                for entry, p in zip(u.unit.entries, u.empty, strict=True)
-            )
+            for u in self.units:
+                names = (entry.name for entry in u.unit.entries)
+                refuse_gradient_hooks(zip(names, u.empty, strict=True), NO_HOOKS)
         graph = LayerGraph(self.device)
         checkpoint = self.checkpoint and torch.is_grad_enabled()
         run = partial(self._run, graph, checkpoint)
@@ -209,15 +213,3 @@ def _unpack(saved: Any) -> Tensor:
             f"a {tuple(tensor.shape)} tensor that backward needs has been modified in place"
         )
     return tensor
-
-
-def refuse_gradient_hooks(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """ValueError if one of the named parameters has a hook on its gradient."""
-    for name, p in parameters:
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"the parameter {name} has a hook on its gradient, which would never run: each "
-                "rank has the sum of a part of the gradient, and none has it whole. Change the "
-                "grad of the shards between finish_gradients() and optimizer_step(), or use "
-                "DistributedDataParallel"
-            )

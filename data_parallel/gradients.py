@@ -43,13 +43,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from runtime.communicator import Communicator
 from runtime.recorder import Recorder, acting
@@ -157,6 +158,7 @@ class GradientBuckets:
     """Averages gradients over the ranks while backward is still running.
 
         buckets = GradientBuckets(model.parameters())
+        buckets.watch()                  # backward says what is ready
         with buckets.no_sync():          # accumulation: local, no communication
             loss(first).backward()
         loss(second).backward()          # the buckets leave as they fill
@@ -164,7 +166,8 @@ class GradientBuckets:
 
     All ranks must call finish() equally often; a rank with no examples left contributes zeros.
     Buckets leave in the same order on all ranks, and nothing else may be sent over `group` between
-    a backward and finish().
+    a backward and finish(). Who brings gradients to the parameters by other means than autograd
+    calls `ready` in the place of `watch`.
 
     Args:
         parameters: of a model, each once, already on their device; frozen ones are skipped.
@@ -210,13 +213,10 @@ class GradientBuckets:
             _Bucket(ps, self._buffers.keep(numel, ps[0].dtype))
             for ps, numel in zip(groups, numels, strict=True)
         ]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
-        self._handles = [  # a hook runs in each backward, once its p.grad has been added to
-            p.register_post_accumulate_grad_hook(self._make_hook(bucket))
-            for bucket in self.buckets
-            for p in bucket.parameters
-        ]
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -226,6 +226,30 @@ class GradientBuckets:
             yield
         finally:
             self._sync = before
+
+    def watch(self) -> None:
+        """From now on every backward says which gradients are ready."""
+        self._handles = [  # a hook runs in each backward, once its p.grad has been added to
+            p.register_post_accumulate_grad_hook(lambda p: self.ready([p])) for p in self._bucket_of
+        ]
+
+    def ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A backward has added the gradients of these parameters to their p.grad: buckets that are
+        full now leave."""
+        for p in parameters:
+            bucket = self._bucket_of[p]
+            if bucket.finish is not None:
+                raise RuntimeError(
+                    "call finish() after each backward, or accumulate inside no_sync()"
+                )
+            if not self._sync:
+                bucket.arrived += 1
+                if bucket.arrived % len(bucket.parameters) == 0:  # else their memory stays, too
+                    bucket.adopt()
+                continue
+            bucket.waiting -= 1  # a full bucket waits for earlier ones: one order everywhere
+            while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+                self._send(self.buckets[self._next])
 
     def finish(self) -> None:
         """Sends the remaining buckets, waits for all, and leaves the mean in every p.grad."""
@@ -242,26 +266,9 @@ class GradientBuckets:
         self._next = 0
 
     def close(self) -> None:
-        """Removes the hooks from the parameters; the gradients stay."""
+        """Ends `watch`; the gradients stay."""
         for handle in self._handles:
             handle.remove()
-
-    def _make_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if bucket.finish is not None:
-                raise RuntimeError(
-                    "call finish() after each backward, or accumulate inside no_sync()"
-                )
-            if not self._sync:
-                bucket.arrived += 1
-                if bucket.arrived % len(bucket.parameters) == 0:  # else their memory stays, too
-                    bucket.adopt()
-                return
-            bucket.waiting -= 1  # a full bucket waits for earlier ones: one order everywhere
-            while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
-                self._send(self.buckets[self._next])
-
-        return hook
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.complete_locally()
@@ -302,6 +309,7 @@ class DistributedDataParallel(nn.Module):
         self.buckets = GradientBuckets(
             module.parameters(), group, bucket_bytes, comm_dtype, recorder
         )
+        self.buckets.watch()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch."""

@@ -6,9 +6,10 @@
 
 `Pipe.forward` is GPipe (Huang et al., 2019): m micro-batches flow through n stages in the order of
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
-backward runs the same clocks, last stage first, *on the workers*. Gradient hooks, tied parameters,
-`torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not, and forward-mode differentiation (`torch.autograd.forward_ad`), whose state torch keeps
+backward runs the same clocks, last stage first, *on the workers*. Tied parameters,
+`torch.autograd.grad`, ``retain_graph`` and hooks after a gradient's accumulation work as on the
+plain Sequential; hooks on the gradient itself are refused. Differentiating twice does not work, and
+forward-mode differentiation (`torch.autograd.forward_ad`), whose state torch keeps
 once per process, only on one stage. worker.py says which of the caller's modes hold. A Pipe runs
 one call at a time: a call from a second thread raises.
 
@@ -37,21 +38,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, memory_of
-from runtime.guards import refuse_gradient, refuse_hooks
+from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
 from runtime.randomness import OfThread, StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .delivery import deliver, hooks_held
 from .executor import Channel, Dataflow, LossFunction, channels
 from .partition import _split_module, containers
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .step import losses_of, new_dataflow, new_stages
+from .step import SUMMED_BY_STAGES, hand_over, losses_of, new_dataflow, new_stages
 from .streams import Copier, CopyingChannel
 from .worker import Crew, Queue
 
@@ -137,6 +137,7 @@ class Pipe(nn.Module):
         x is a tensor, or nested tuples, lists and dicts of tensors, with the batch as first
         dimension. The same holds for values between layers.
         """
+        refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES, also_after=False)
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
         clocks = self._all_clocks(len(sizes))
         with self._call(len(sizes)) as stages:
@@ -240,8 +241,7 @@ class Pipe(nn.Module):
         self, stages: Sequence[Stage], flow: Dataflow, actions: Sequence[Action]
     ) -> tuple[list[int], list[Gradients]]:
         """`_run_flow`; then the gradients of each stage, and of parameters on several."""
-        with hooks_held(trained_parameters(stages, self.replicas)):
-            held = self._run_flow(flow, actions)
+        held = self._run_flow(flow, actions)
         return held, gradients_by_stage(stages, self.replicas)
 
     def train_step(
@@ -259,9 +259,8 @@ class Pipe(nn.Module):
         *sum* over it; the loss is ``scale`` times all sums. ``scale=1 / number_of_tokens`` gives
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
         ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
-        again. If a stage raises, no ``.grad`` changes. Gradients are delivered on the calling
-        thread, stage by stage, so that hooks such as an all-reduce run in one order everywhere; x
-        may have a graph, into which its gradient goes on. ``scale`` may not require a gradient.
+        again. If a stage raises, no ``.grad`` changes. x may have a graph, into which its gradient
+        goes on. ``scale`` may not require a gradient, and no parameter may have a hook on its own.
         """
         if num_microbatches is None:
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
@@ -272,6 +271,7 @@ class Pipe(nn.Module):
         leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
         trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([("the Pipe", self)])
+        refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES)
         with self._call(len(inputs)) as stages:
             losses, n = losses_of(stages[-1], loss_fn, targets, scale), len(stages)
             first = 0 if any(trained) else 1  # the first stage that hands on its input's gradient
@@ -282,7 +282,7 @@ class Pipe(nn.Module):
                 self.peak_alive, sums = self._run_backwards(stages, flow, by_clock)
                 loss = losses.total()
             for of_stage in sums:
-                deliver(of_stage)
+                hand_over(of_stage)
             if any(trained):  # on into the caller's graph
                 gradients = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
                 pairs = [(x, dx) for x, dx in zip(leaves, gradients, strict=True) if dx is not None]

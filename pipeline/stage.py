@@ -16,8 +16,8 @@ as workers do: see worker.py.)
 runtime/linear.py.
 
 Parameter gradients are summed here, in the order of the calls, not in ``.grad``. They reach
-``.grad`` once, through autograd (delivery.py): all at the end of the step or, with ``deliver``,
-layer by layer as the last micro-batch's backward passes. Transport and schedules are elsewhere.
+``.grad`` once (`step.hand_over`): all at the end of the step or, with ``deliver``, layer by layer
+as the last micro-batch's backward passes. Transport and schedules are elsewhere.
 
 With ``deliver`` there is a graph per layer instead of one per stage, joined like the stages. A
 layer's parameter gradients are then added up and freed before the next layer's are made; in one

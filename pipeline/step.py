@@ -12,12 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.graph import Gradients
 from runtime.guards import refuse_hooks
 from runtime.randomness import OfProcess, OfThread
 from runtime.recorder import Recorder
 
 from .executor import Channel, Dataflow, Losses, LossFunction
 from .stage import Stage
+
+Ready = Callable[[Iterable[nn.Parameter]], None]
+"""Called with parameters whose ``.grad`` is whole: a step adds nothing more to it."""
+
+
+SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
+    "would see a part for each micro-batch, since the stages of a pipeline add these up: change "
+    "p.grad after the step"
+)
 
 
 def new_stages(
@@ -65,6 +75,18 @@ def new_dataflow(
     for i, value in enumerate(inputs):
         flow.up[0].put(i, value)  # all at once: the channel holds them
     return flow
+
+
+def hand_over(gradients: Gradients, ready: Ready = lambda _: None) -> None:
+    """Adds a stage's sums to ``.grad``, as a backward would, and says that these are whole."""
+    for p, gradient in gradients.items():
+        if p.grad is None:
+            p.grad = gradient
+        elif p.grad.is_sparse:  # an embedding's; the new one may be dense
+            p.grad = gradient + p.grad
+        else:
+            p.grad += gradient
+    ready(gradients)
 
 
 def losses_of(

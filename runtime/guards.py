@@ -189,6 +189,20 @@ def refuse_gradient(value: Any, what: str, instead: str) -> None:
         )
 
 
+def refuse_gradient_hooks(
+    parameters: Iterable[tuple[str, Tensor]], why: str, also_after: bool = True
+) -> None:
+    """ValueError if one of the named parameters has a hook on its gradient.
+
+    Args:
+        why: as "which would never run", and what to do.
+        also_after: those that run after it has been added to ``.grad``, too.
+    """
+    for name, p in parameters:
+        if p._backward_hooks or (also_after and p._post_accumulate_grad_hooks):
+            raise ValueError(f"the parameter {name} has a hook on its gradient, which {why}")
+
+
 def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
     """ValueError if one of the named modules, which are never called, has a hook on its call.
 

@@ -43,14 +43,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import microbatch
-from pipeline.delivery import deliver, hooks_held
 from pipeline.executor import Channel, Losses, LossFunction, channels
 from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
-from pipeline.step import losses_of, new_dataflow, new_stages
-from runtime.guards import refuse_gradient
+from pipeline.step import SUMMED_BY_STAGES, Ready, hand_over, losses_of, new_dataflow, new_stages
+from runtime.guards import refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess, StepSeed
 from runtime.recompute import NEVER
@@ -151,14 +150,20 @@ class ProcessPipe:
         schedule: str | BuildSchedule = "1f1b",
         num_microbatches: int = 1,
         scale: float | Tensor = 1.0,
+        ready: Ready = lambda _: None,
     ) -> Tensor:
         """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
 
         Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
         the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
-        they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises the error of
-        this rank's stages, or `links.PeerError` for a failure on another rank. After an error
-        the pipe cannot be used again.
+        they are `MicroBatches`. The loss, in float64, is the same on all ranks.
+
+        ``ready`` is called with parameters whose ``.grad`` is whole: layer by layer during the last
+        backward, so that data-parallel buckets can leave before it ends; at the end with those that
+        are on several stages.
+
+        Raises the error of this rank's stages, or `links.PeerError` for a failure on another rank.
+        After an error the pipe cannot be used again.
         """
         with self._step(), torch.enable_grad():
             refuse_gradient(x, "the input", "make what computes it the first of the layers")
@@ -168,21 +173,17 @@ class ProcessPipe:
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
             parameters = self.named_parameters()
+            refuse_gradient_hooks(parameters.items(), SUMMED_BY_STAGES)
             tied = {name: parameters[name] for name in self._tied if name in parameters}
-            # During the last backward a stage delivers layer by layer, so that data-parallel
-            # buckets can leave before it ends. Not parameters with parts on other stages, nor those
-            # with hooks, which `hooks_held` silences.
-            hooked = (p for p in parameters.values() if p._backward_hooks)
-            held_back = {*tied.values(), *hooked}
+            deliver = partial(hand_over, ready=ready)
             stages = self._stages(
                 recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver,
-                held_back=held_back,
+                held_back={*tied.values()},
             )  # fmt: skip
             end: Losses | Channel = Channel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = losses_of(stages[-1], loss_fn, targets, scale)
-            with hooks_held(list(parameters.values())):
-                self._run(stages, inputs, lists, end)
+            self._run(stages, inputs, lists, end)
             total: Tensor | None = None
             if self._is_last:
                 total = losses.total().to(device_of_float64(self.device)).double()

@@ -75,6 +75,7 @@ def _averaging(way: str, module: nn.Module, group: Any = None) -> tuple[Any, Any
     comm_dtype = torch.bfloat16 if way == "in bf16" else None
     with sharing(way == "overlap"):
         buckets = GradientBuckets(module.parameters(), group, comm_dtype=comm_dtype)
+    buckets.watch()
     return buckets.no_sync, buckets.finish
 
 
@@ -152,6 +153,7 @@ def _recorded(rank: int, _: int, share: bool) -> list[Any]:
         buckets = GradientBuckets(
             net.parameters(), bucket_bytes=1, recorder=lambda *e: told.append(e)
         )
+    buckets.watch()
     _loss(net, seed=rank).backward()
     with pytest.raises(RuntimeError, match=r"^call finish\(\) after each backward, or accumulate"):
         _loss(net, seed=rank).backward()

@@ -118,6 +118,7 @@ def steps(_rank: int, _world_size: int, width: int) -> Bytes:
 def data_parallel_step(width: int) -> Bytes:
     model, x = make_layers(width), torch.randn(4, width)
     buckets = GradientBuckets(model.parameters())
+    buckets.watch()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

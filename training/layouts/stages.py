@@ -128,6 +128,7 @@ class Staged(MeshLayout):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(step.targets), self.cut_task.loss,
                     self._schedule, scale=1 / count,
+                    ready=self.buckets.ready if self.buckets else lambda _: None,
                 )  # fmt: skip
         if self.buckets is not None:
             self.buckets.finish()  # every replica, with or without examples

@@ -7,6 +7,7 @@ import gc
 import random
 from collections import deque
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from data_parallel.gradients import GradientBuckets
 from pipeline.pipe import Pipe
@@ -116,17 +117,20 @@ def _on_ranks(rank: int, n: int, apart: bool) -> dict[Any, Found]:
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours.links[1 - rank]
                 link._bodies = groups if rank == 0 else groups[::-1]
-            seen: list[tuple[str, Tensor]] = []
             for m in NUMBERS:
-                if m == NUMBERS[-1]:
-                    for key, p in pipe.named_parameters().items():
-                        p.register_hook(lambda g, key=key, seen=seen: seen.append((key, g.clone())))
+                seen = list[tuple[str, Any]]()
+
+                def ready(parameters: Any, seen: Any = seen, own: Any = pipe) -> None:
+                    whole = {*parameters}
+                    names = own.named_parameters().items()
+                    seen += [(name, deepcopy(p.grad)) for name, p in names if p in whole]
+
                 torch.manual_seed(5)
-                loss = pipe.train_step(x, target, square_error, name, m, scale=0.125)
+                loss = pipe.train_step(x, target, square_error, name, m, 0.125, ready)
                 found = take_gradients(pipe)
                 results[name, v, m] = found | {"loss": loss, "next": torch.rand(())}
-            assert len(seen) == len(found)  # each once, and whole
-            assert_same_bits(dict(seen), found)
+                assert len(seen) == len(found)  # each once, and whole
+                assert_same_bits(dict(seen), found)
             state = torch.get_rng_state()
             pipe.module.eval()
             output = pipe.forward(batch(9)[0])
@@ -260,7 +264,7 @@ def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
         parameters, replicas = pipe.parameters(), mesh["dp"].group
         with sharing(False):  # memory is read when the buckets are finished
             buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
-        pipe.train_step(x, y, square_error, schedule, 2)
+        pipe.train_step(x, y, square_error, schedule, 2, ready=buckets.ready)
         buckets.finish()
         last = max(end for kind, *_, end in events if kind in "BW")
         early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
