@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from training.files import PICTURE, writing
-from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
-from training.launch.notice import Ended
+from training.launch.errors import Ended, RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.world import World, quiet_libraries
 from training.loop import evaluate_loss, train
 from training.options import Options

@@ -32,8 +32,8 @@ from training.results import NOTHING_YET, Results, Totals
 from training.tasks.task import stream
 from training.timeline import profiled
 
-from .launch import notice
-from .launch.errors import RunError
+from .launch import errors
+from .launch.errors import NOTICED, Ended, RunError, ends_waits, heeded
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
@@ -76,7 +76,7 @@ def train(
             if average_gradients_fn is not None:  # other layouts combine theirs in backward
                 average_gradients_fn(cast(nn.Module, model.module))
             # All ranks meet here: they decide alike whether to update, from the same numbers.
-            counts = Counts(step.positions, step.tokens, notice.given())
+            counts = Counts(step.positions, step.tokens, bool(NOTICED))
             remark = optimizer.step(loss, step.count, counts)
             if remark is not None and rank == 0:
                 bar.write(remark)
@@ -121,7 +121,7 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     # A rank that has no batch left still takes part in collectives.
     batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
-        notice.end_if_given()
+        errors.end_if_given()
         measures = model.measure(x, target)
         if measures is not None:  # None: no batch left, or another rank sees the outputs
             totals += measures
@@ -170,14 +170,14 @@ def run(
         if asked:
             saving.saver.wait()
             world.gather(None)  # a rank that ends, ends the others
-            raise notice.Ended
+            raise Ended
         if timeline.recording and timeline.complete:
             timeline.save(args.workdir)  # at once: the run may be interrupted later
         timeline.end_step()
         note("next batch")
 
     with (
-        notice.heeded(args.on_signal),
+        heeded(args.on_signal),
         saving.before_the_end(),
         profiled(timeline, args.profile, args.workdir),
     ):
@@ -217,7 +217,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
-    with model.evaluating(), notice.ends_waits():
+    with model.evaluating(), ends_waits():
         loss, accuracy = evaluate_loss(world, task, model)
         if not math.isfinite(loss):
             said = f"{when}: the validation loss is {loss}"

@@ -28,8 +28,7 @@ from training.optimization import Optimizers
 from training.options import O, Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
-from .launch import notice
-from .launch.errors import RunError, UserError, counted, torchrun_world_size
+from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
@@ -204,13 +203,13 @@ class Saving:
             yield
         except RunError as error:  # the weights of the step before may be the last good ones
             self.saver.wait()
-            if not isinstance(error, notice.Ended):
+            if not isinstance(error, Ended):
                 raise
             if self.world.rank == self.world.local_rank and self.saved:
                 with writing(self.args.workdir / ENDED):
                     (self.args.workdir / ENDED).touch()
             saved = f"step {self.saved} is saved, and --resume goes on from there"
-            raise notice.Ended(
+            raise Ended(
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
             ) from None
 

@@ -34,7 +34,7 @@ def shift_clock(seconds: float) -> None:
 
 def set_traps(folder: Path) -> None:
     """Makes this rank write its steps down, and wait where there is a trap."""
-    from training.launch.notice import given
+    from training.launch.errors import NOTICED
     from training.resume import Saving
 
     rank, after_step = os.environ["RANK"], Saving.after_step
@@ -50,7 +50,7 @@ def set_traps(folder: Path) -> None:
         if trap.exists():
             trap.write_text(str(os.getpid()))
             there = trap.rename(folder / trap.name.replace("trap", "caught"))
-            while there.exists() and not given():
+            while there.exists() and not NOTICED:
                 time.sleep(0.01)
             there.unlink(missing_ok=True)
 

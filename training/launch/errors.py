@@ -1,8 +1,16 @@
-"""How a program ends: by a user's mistake, a failure or a signal, each reported once.
+"""How a program ends: by a user's mistake, a failure, a signal or on notice, each reported once.
 
 Under torchrun every rank runs the whole program: all find the same mistake, and one rank's failure
 makes others fail. torchrun ends all ranks as soon as one has ended. So a rank whose message another
 rank prints too, or can explain better, stays silent for GRACE seconds, in which torchrun ends it.
+
+A scheduler gives notice before it takes a machine away: SIGTERM, or SIGUSR1. Two minutes later
+everything is killed. What was computed since the last checkpoint is lost unless all ranks save it
+now, after the same step; and the signal may reach only one of them. So a signal only sets a flag.
+At the end of a step the ranks sum their flags, in the all-reduce that they make anyway
+(training/optimization.py); so all see it after the same step, save and end. In evaluation and
+translation, which the epoch's checkpoint precedes, a rank just ends. Whoever starts ranks passes
+the signal on to them as SIGUSR1, which may come several times. A second SIGTERM ends at once.
 
 This module does not import torch: a mistyped option is answered at once.
 """
@@ -16,8 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 if not hasattr(signal, "SIGHUP"):
@@ -28,7 +36,11 @@ if not hasattr(signal, "SIGHUP"):
 T = TypeVar("T")
 GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
 OF_TERMINAL: list[int] = [signal.SIGINT, signal.SIGHUP]
-ASKED = [*OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1]
+NOTICES: list[int] = [signal.SIGTERM, signal.SIGUSR1]
+ASKED = [*OF_TERMINAL, *NOTICES]
+TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
+# The notice that this process was given, inside `heeded`: signals, and when each first came.
+NOTICED: dict[int, float] = {}
 
 
 class UserError(Exception):
@@ -184,3 +196,57 @@ def signals_end() -> Iterator[None]:
         if late:  # this replaces what writing to a closed terminal may have raised since
             late[0].cancel()
             raise Interrupted(*late[0].args) from None
+
+
+# Notice
+
+
+class Ended(RunError):  # noqa: N818 (nothing failed)
+    """The run has ended early because it was asked to. Its status, 75, says: try again later. On
+    one host torchrun gets 0, since it restarts ranks that end with another one. On several that is
+    right: hosts that got no notice go on without the one that is taken away, if they may."""
+
+    @property
+    def status(self) -> int:  # type: ignore[override]
+        """The exit status of the process."""
+        return 0 if torchrun("GROUP_WORLD_SIZE", None) == 1 else os.EX_TEMPFAIL
+
+
+@contextmanager
+def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[Collection[int]]:
+    """Within it a notice sets the flag, and is passed on to the processes, unless `on_signal` is
+    "end". A second SIGTERM meets what was there before. Yields the signals so far, in order."""
+    with ExitStack() as stack:
+
+        def heed(number: int, _: Any) -> None:
+            heard = bool(NOTICED)
+            first = NOTICED.setdefault(number, time.monotonic())
+            if number == signal.SIGTERM and time.monotonic() > first + TOGETHER:
+                stack.close()  # what was there before is there again
+                os.kill(os.getpid(), number)
+            for process in () if heard else processes:  # a second might find them at their end
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+
+        stack.callback(NOTICED.clear)
+        if on_signal != "end":
+            stack.enter_context(handled(NOTICES, heed))
+        yield NOTICED
+
+
+def end_if_given() -> None:
+    """In a loop of the evaluation: raises Ended if this process was given notice."""
+    if NOTICED:
+        raise Ended
+
+
+@contextmanager
+def ends_waits() -> Iterator[None]:
+    """In the evaluation a rank that was given notice ends at its next turn. Within this a rank that
+    waits for one, and loses its connection, ends alike if it was given notice, too."""
+    try:
+        yield
+    except RuntimeError:
+        if NOTICED:
+            raise Ended from None
+        raise

@@ -50,16 +50,17 @@ import torch.distributed as dist
 from runtime.cores import core_slice, pin
 from training.options import VGG, Options
 
-from . import notice
 from .errors import (
     ASKED,
     GRACE,
     OF_TERMINAL,
+    Ended,
     Interrupted,
     RunError,
     UserError,
     answer,
     format_error,
+    heeded,
     leave,
     say,
     torchrun,
@@ -132,10 +133,10 @@ def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
         _store = host_store(listener, settings.timeout)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        with notice.heeded(processes=processes) as came:
+        with heeded(processes=processes) as came:
             error = watch(processes, pipes, settings.timeout, last)  # until the end of the run
             asked = next(iter(came), None)
-        for process in processes if error is None or isinstance(error, notice.Ended) else ():
+        for process in processes if error is None or isinstance(error, Ended) else ():
             process.join(GRACE)  # they end by themselves: after the barrier, or what they save
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -207,7 +208,7 @@ def _rank_main(
     """The main of a rank that the program starts. Reports when it is done, or its error."""
     _end_with_parent()
     # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Others end a
-    # rank at once, also while it waits in C, until `notice.heeded`.
+    # rank at once, also while it waits in C, until `heeded`.
     answer(ASKED, signal.SIG_DFL)
     answer(OF_TERMINAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)

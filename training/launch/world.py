@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
@@ -94,30 +94,25 @@ class World:
 
     def _while_others_wait(self, work: Callable[[], None] | None) -> None:
         """Runs work() where there is some, until it has ended on all ranks."""
-        if self.world_size == 1:
-            if work is not None:
-                work()
-            return
-        done = torch.zeros(())  # reduced again and again, until it is 1
-        if work is None:
-            while not done.item():  # each of these pairs with one in `tell`
-                dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN, self.group)
-            return
-        finished = threading.Event()
+        ended, all_ended = threading.Event(), torch.zeros(())
 
         def tell() -> None:
-            with suppress(RuntimeError):  # another rank is gone: the launcher notices
-                while not done.item():
-                    done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
-                    dist.all_reduce(done, dist.ReduceOp.MIN, self.group)
+            while not all_ended.item():  # reduced again and again, until it is 1
+                all_ended.fill_(ended.wait(_BEAT))
+                dist.all_reduce(all_ended, dist.ReduceOp.MIN, self.group)
 
-        teller = threading.Thread(target=tell, name="tell the others", daemon=True)
-        teller.start()
-        try:
-            work()
-        finally:
-            finished.set()
-            teller.join()  # from here on other collectives may follow
+        if work is None:  # this rank only waits
+            ended.set()
+            tell()
+            return
+        with ThreadPoolExecutor(1, "tell the others") as teller:
+            if self.world_size > 1:
+                teller.submit(tell)  # if it fails, another rank is gone: the launcher notices
+            try:
+                work()
+            finally:
+                ended.set()
+        # The teller has ended: other collectives may follow.
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank; as bytes, so it may be of any kind."""

@@ -13,7 +13,7 @@ from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
 from runtime.waits import control_device
-from training.launch import notice
+from training.launch import errors
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
@@ -76,10 +76,10 @@ class Sharded(MeshLayout):
     def end(self) -> None:
         """Takes part in gathering until no rank has sentences left. A notice is heeded first, as in
         the loop of those that have some."""
-        notice.end_if_given()
+        errors.end_if_given()
         while self._some_rank_goes_on(False):
             self.forward(None)  # helps to gather every layer for the others
-            notice.end_if_given()
+            errors.end_if_given()
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
         group = self.replica.group

@@ -25,8 +25,7 @@ from tests.ranks import Ranks
 from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
-from training.launch.errors import GRACE, UserError
-from training.launch.notice import Ended, ends_waits, given, heeded
+from training.launch.errors import GRACE, NOTICED, Ended, UserError, ends_waits, heeded
 from training.launch.world import World
 from training.resume import Saving
 
@@ -75,7 +74,7 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
 
 
 SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
-TURN = "training.launch.notice.end_if_given"
+TURN = "training.launch.errors.end_if_given"
 
 
 def to_ranks(
@@ -131,9 +130,9 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
     saving.world, saving.args, saving.saver, saving.saved = World(), args, Saver(tmp_path), 0
     with heeded(), pytest.raises(RuntimeError, match="a bug"), saving.before_the_end():
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert given()
+        assert NOTICED
         raise RuntimeError("a bug")
-    assert not given()  # what comes after the run, in the same process, is not asked to end
+    assert not NOTICED  # what comes after the run, in the same process, is not asked to end
     with pytest.raises(Ended, match="no step is saved"), saving.before_the_end():
         raise Ended
     assert not (tmp_path / ENDED).exists()
