@@ -92,6 +92,9 @@ class FullyShardedDataParallel:
         recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
             them anyway: all but the last and embeddings.
         kind: of a name; parameters of different kinds go into different units.
+        group_of: of a name; the ranks that share such a parameter, if they are not all of `group`.
+            Each group's ranks have a parameter of their own.
+        exact: of a name; whether layers compute with the parameter in its own type.
 
     Raises:
         ValueError: there is nothing to train, something is on the meta device without `init`, or a
@@ -112,14 +115,15 @@ class FullyShardedDataParallel:
         recorder: Recorder | None = None,
         recompute: bool = False,
         kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
+        group_of: Callable[[str], dist.ProcessGroup | None] = lambda name: None,  # noqa: ARG005
+        exact: Callable[[str], bool] = lambda name: False,  # noqa: ARG005
     ) -> None:
         if zero not in (2, 3):
             raise ValueError(f"zero must be 2 or 3, and is {zero}; ZeRO 1 is zero1.py")
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
         self.recorder = recorder
-        self.group = group
-        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group or dist.group.WORLD
         layers = list(layers)
         model = nn.Sequential(*layers)
         own_names = names_of(model)
@@ -127,14 +131,26 @@ class FullyShardedDataParallel:
         refuse_gradient_hooks(model.named_parameters(), NO_HOOKS)
         if init is None and any(t.is_meta for t in own_names):
             raise ValueError("on the meta device a model needs init, which fills it by name")
-        planned, parameters, places = make_units(layers, names, world_size, compute_dtype, kind)
+        planned, parameters, places = make_units(
+            layers, names, lambda name: dist.get_world_size(group_of(name) or self.group),
+            lambda name: None if exact(name) else compute_dtype,
+            lambda name: (kind(name), group_of(name), exact(name)),
+        )  # fmt: skip
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
         # Room for all parameters; and for the gradients of two layers at a time, in blocks rounded
         # up to a power of two.
-        room = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in planned)
-        self.buffers = Communicator(group or dist.group.WORLD, recorder).lend(room, self.device)
-        self.units = [ShardedUnit(unit, self.buffers, zero) for unit in planned]
+        groups = [group_of(unit.entries[0].name) or self.group for unit in planned]
+        room = dict.fromkeys([self.group, *groups], 0)
+        for unit, of_unit in zip(planned, groups, strict=True):
+            room[of_unit] += aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes)
+        lent = {
+            ranks: Communicator(ranks, recorder).lend(nbytes, self.device)
+            for ranks, nbytes in room.items()
+        }
+        self.buffers, self._all_buffers = lent[self.group], [*lent.values()]
+        pairs = zip(planned, groups, strict=True)
+        self.units = [ShardedUnit(unit, lent[of_unit], zero) for unit, of_unit in pairs]
         for u, whole in zip(self.units, parameters, strict=True):
             u.fill(whole, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
@@ -279,13 +295,14 @@ class FullyShardedDataParallel:
         backwards. Without a backward since the last step it changes nothing.
         """
         self.finish_gradients()
-        self.buffers.barrier()  # nobody reads my shards any more
+        self._barrier()  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
         for u in self._trained:
             u.shard.grad = None
             u.publish()
-        self.buffers.compare(self._microbatch)  # nobody gathers old values
+        for buffers in self._all_buffers:
+            buffers.compare(self._microbatch)  # nobody gathers old values
         self._microbatch = 0
 
     # What this rank holds
@@ -293,13 +310,13 @@ class FullyShardedDataParallel:
     def get_local_info(self, layer: int) -> list[FlatSlice]:
         """What this rank holds of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
-        return [held for u in units for held in u.unit.slices(self.rank, u.shard.data)]
+        return [held for u in units for held in u.unit.slices(u.buffers.rank, u.shard.data)]
 
     def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
         self.finish_gradients()
-        shards = [(u.unit, u.shard.grad) for u in self.layers[layer].units]
-        return [x for unit, g in shards if g is not None for x in unit.slices(self.rank, g)]
+        shards = [(u, u.shard.grad) for u in self.layers[layer].units]
+        return [x for u, g in shards if g is not None for x in u.unit.slices(u.buffers.rank, g)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, valid until the next forward. All ranks must
@@ -318,7 +335,7 @@ class FullyShardedDataParallel:
         there must be a barrier: other ranks may still be reading."""
         for u in self.units:
             u.publish()
-        self.buffers.barrier()
+        self._barrier()
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds now, without activations and lent memory."""
@@ -339,8 +356,8 @@ class FullyShardedDataParallel:
             with self._record("all_gather", layer):
                 for u in units:
                     u.finish_gather()
-        if self.buffers.overlaps:
-            for u in following:
+        for u in following:
+            if u.buffers.overlaps:
                 u.start_gather()  # in transit while this layer computes
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
@@ -364,8 +381,21 @@ class FullyShardedDataParallel:
             return
         if self._reducing is not None:
             self._reducing()  # one at a time, since the next one uses its memory
-        sums = [u.sum_of(gradients.get(u.unit.index)) for u in units]
-        self._reducing = self.buffers.start_sums(sums)
+        waits = []
+        for buffers in dict.fromkeys(u.buffers for u in units):
+            theirs = [u for u in units if u.buffers is buffers]
+            sums = [u.sum_of(gradients.get(u.unit.index)) for u in theirs]
+            waits.append(buffers.start_sums(sums))
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        self._reducing = finish
+
+    def _barrier(self) -> None:
+        for buffers in self._all_buffers:
+            buffers.barrier()
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x

@@ -132,8 +132,8 @@ class Place(NamedTuple):
 def make_units(
     layers: Sequence[nn.Module],
     names: Mapping[Tensor, str],
-    world_size: int,
-    compute_dtype: torch.dtype | None,
+    world_size: Callable[[str], int],
+    compute_dtype: Callable[[str], torch.dtype | None],
     kind: Callable[[str], Hashable],
 ) -> tuple[list[Unit], list[list[nn.Parameter]], list[list[Place]]]:
     """The units of the layers, in the order of their first use; their parameters, by unit and
@@ -141,6 +141,7 @@ def make_units(
 
     Args:
         kind: of a name; parameters of different kinds go into different units.
+        world_size, compute_dtype: of a name, the same for all of a kind.
     """
     uses = [  # a tied parameter comes once for each module that has it
         (p, layer, module, key)
@@ -160,7 +161,8 @@ def make_units(
     units, indices = [], {}  # indices: by parameter, of its unit and entry
     for index, group in enumerate(parameters):
         named = [(names[p], p) for p in group]
-        units.append(Unit(index, tuple(users[group[0]]), named, world_size, compute_dtype))
+        first, layers_of = named[0][0], tuple(users[group[0]])
+        units.append(Unit(index, layers_of, named, world_size(first), compute_dtype(first)))
         indices.update({p: (index, i) for i, p in enumerate(group)})
     places: list[list[Place]] = [[] for _ in layers]  # by layer
     for p, layer, module, key in uses:

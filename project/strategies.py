@@ -17,7 +17,10 @@ ddp
     averaged over the ranks; then all ranks make the same update.
 
     python project/train.py ddp --num_workers 2 --num_batches 2 --check_weights --check_output
-    python project/train.py ddp --model gpt2-mini --warmup_steps 10 --lr_scheduler cosine
+    python project/train.py ddp --model gpt2-mini --experts 8 --top_k 2 --ep 2
+
+    With --experts the MLP of each block is several, of which a router chooses --top_k for each
+    position. With --ep 2 two ranks share them: each has half, and positions travel to theirs.
 
 fsdp
     Fully sharded data parallelism. Every rank gets a part of each batch and holds a shard of the
@@ -87,22 +90,23 @@ class Strategy(NamedTuple):
 
 
 ONE = "world_size master_port"
+EXPERTS = "experts top_k balance_coefficient"
 STRATEGIES = {
     "none": Strategy("dp", True, "one process; prints every step",
-                     "compile", {"world_size": 1, "print_steps": True}, ONE),
-    "single": Strategy("dp", True, "one process", "compile", {"world_size": 1}, ONE),
+                     f"compile {EXPERTS}", {"world_size": 1, "print_steps": True}, ONE),
+    "single": Strategy("dp", True, "one process", f"compile {EXPERTS}", {"world_size": 1}, ONE),
     "ddp": Strategy("dp", True, "the whole model on every rank, a part of each batch on each",
-                    "compile"),
+                    f"compile {EXPERTS} ep"),
     "fsdp": Strategy("dp", False, "a shard of every layer on each rank, a part of each batch on "
-                     "each", "zero", {"zero": 3}),
+                     "each", f"zero {EXPERTS} ep", {"zero": 3}),
     "pipeline": Strategy("pp", False, "some of the layers on each rank, micro-batches flowing "
-                         "through them", "schedule chunks balance"),
+                         "through them", f"schedule chunks balance {EXPERTS}"),
     "model": Strategy("pp", False, "the same with one micro-batch: one rank computes at a time",
-                      "balance", {"schedule": "gpipe"}, "num_microbatches"),
+                      f"balance {EXPERTS}", {"schedule": "gpipe"}, "num_microbatches"),
     "tensor": Strategy("tp", False, "a part of every matrix on each rank, all of the batch (GPT-2)",
                        "sequence_parallel", hidden="vgg_width"),
     "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
-                   "dp pp tp schedule chunks balance sequence_parallel zero"),
+                   f"dp pp tp schedule chunks balance sequence_parallel zero {EXPERTS} ep"),
 }  # fmt: skip
 ONLY_SOME = {option for row in STRATEGIES.values() for option in row.options.split()}
 """The options that only some strategies have."""

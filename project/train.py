@@ -66,11 +66,12 @@ from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
 from training.rank import Rank, run_rank
 from training.resume import Resume, as_it_was
+from training.tasks.experts import LanguageWithExperts, TranslationWithExperts
 from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
 from training.tasks.pretrained import Pretrained
-from training.tasks.sequences import FILES
+from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.task import TrainingTask
 from training.tasks.texts import Texts, load_texts
 from training.tasks.translation import TranslationTask
@@ -119,7 +120,7 @@ def read_texts(args: TrainOptions, world: World) -> Texts:
 def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
     """The model under the strategy of the options. All ranks call it together."""
     args = setup.args
-    if STRATEGIES[args.strategy].whole:
+    if STRATEGIES[args.strategy].whole and args.ep == 1:
         return Replicated(task, world, setup)
     mesh = make_mesh(ranks_of(vars(args)), args.timeout)
     return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
@@ -134,11 +135,13 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
         rules.require(args, train_rules.of_pictures(args, fewest))
         return PictureTask(args, world, pictures)
     texts = read_texts(args, world)
-    kind = LanguageTask if texts.plain else TranslationTask
+    kinds: tuple[type[SequenceTask], ...] = (TranslationTask, LanguageTask)
+    if args.experts:
+        kinds = TranslationWithExperts, LanguageWithExperts
     files = resume.files(FILES) if world.is_main else None
     preset = args.model in PRESETS
     pretrained = None if preset else Pretrained(args.model, args.dropout, args.seed)
-    return kind(args, world, texts, files, pretrained)
+    return kinds[texts.plain](args, world, texts, files, pretrained)
 
 
 def work(rank: Rank) -> None:

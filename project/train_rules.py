@@ -84,7 +84,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
     if args.tp > 1:
         yield from of_tensor(args)
-    if not row.whole:
+    yield from of_experts(args)
+    if not row.whole or args.ep > 1:
         yield from of_gpus(args)
 
 
@@ -100,6 +101,32 @@ def of_tensor(args: Options) -> Iterator[Rule]:
          f"its {heads} heads are dealt out evenly", f"--{option} {numbers} works"),
         ("sequence_parallel model_max_length", not (args.sequence_parallel and more),
          f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works"),
+    ]  # fmt: skip
+
+
+def of_experts(args: Options) -> Iterator[Rule]:
+    """Experts in the place of the MLPs of a GPT-2 from scratch, dealt out evenly."""
+    if args.experts is None:
+        for name in args.typed & {"top_k", "ep", "balance_coefficient"}:
+            yield f"{name} experts", False, "only a model with experts has it", "--experts 8 works"
+        return
+    fits = [ep for ep in range(1, args.experts + 1) if not args.experts % ep and not args.dp % ep]
+    works_for_ep = f"--ep {' or '.join(map(str, fits))} works"
+    yield from [
+        ("model experts", args.model in PRESETS,
+         f"experts are made for a GPT-2 from scratch ({', '.join(PRESETS)})",
+         "--model gpt2-mini works"),
+        ("top_k experts", args.top_k <= args.experts,
+         "each position is seen by so many different ones", works("--top_k", args.experts)),
+        (f"ep {option_of(args, 'dp')}", args.dp % args.ep == 0,
+         "the ranks that share experts are a part of the data-parallel ones", works_for_ep),
+        ("ep experts", args.experts % args.ep == 0,
+         "each rank has as many experts as another", works_for_ep),
+        ("tp experts", args.tp == 1,
+         "the matrices of experts are not cut, but dealt out whole", "--ep, with --tp 1, works"),
+        ("compile experts", not args.compile,
+         "an expert gets another number of rows in each step, and would be compiled again",
+         "leave --compile out"),
     ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ AXES = {  # outermost first, each in a word
 }
 BATCH_AXES = ("dp", "ep")  # over which a batch is dealt out
 DATA_AXES = ("dp", "ep", "cp")  # whose losses and gradients add up
+EXPERT_AXES = ("dp", "cp")  # whose ranks have the same experts
 FACTORS = ("dp", "cp", "pp", "tp")  # whose options multiply to the number of ranks
 SELDOM = ("ep", "cp")  # which are left unsaid where they have one rank
 

@@ -174,7 +174,7 @@ def linear(
         weight: [K, N]; ``transposed``: [N, K].
         exchange: with the ranks that have the other columns. Weight and bias are parameters then.
     """
-    later = _thread.later if _may_wait(x, weight, bias) else None
+    later = later_of(x, weight, bias)
     if later is None and exchange is None:
         return F.linear(x, weight if transposed else weight.t(), bias)
     w, b = weight, bias  # perhaps cast below; weight, bias: the parameters themselves
@@ -201,8 +201,9 @@ def _forward(module: Any, transposed: bool, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias, transposed)
 
 
-def _may_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
+def later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | None:
+    """Where the backward of a product leaves the gradients of its parameters; None: nowhere."""
+    may_wait = (
         x.dim() > 1
         and isinstance(weight, nn.Parameter)
         and weight.requires_grad
@@ -211,6 +212,7 @@ def _may_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
     )
+    return _thread.later if may_wait else None
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:

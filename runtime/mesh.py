@@ -26,14 +26,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .axes import AXES, BATCH_AXES, DATA_AXES, axes_in_words, sizes
+from .axes import AXES, BATCH_AXES, DATA_AXES, EXPERT_AXES, axes_in_words, sizes
 
 # The axes whose ranks meet in one group: each by itself, and those
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
     BATCH_AXES,  # which have other parts of a batch
     DATA_AXES,  # which average gradients
-    ("dp", "cp"),  # which average gradients of the same experts
+    EXPERT_AXES,  # which average gradients of the same experts
 )
 
 

@@ -217,7 +217,12 @@ class Plain:
     def _mean_loss(self, step: Step) -> Tensor:
         """The mean loss of the whole batch; NaN without targets."""
         with self.context():
-            return plain_loss(self._output(step.inputs[0]), step.targets[0]) / step.count
+            output: Any = self._output(step.inputs[0])
+            if isinstance(output, Tensor):
+                return plain_loss(output, step.targets[0]) / step.count
+            logits, balance = output  # of a model with experts
+            balance = self.args.balance_coefficient * balance
+            return (plain_loss(logits, step.targets[0]) + balance) / step.count
 
     def _output(self, x: Any) -> Tensor:
         """[N, V] at the N targets of sequences, or [B, classes] of pictures."""

@@ -251,6 +251,14 @@ class Axes:
     """parts that every matrix is cut into; default: 1"""
     sequence_parallel: bool = False
     """between the matrices, each rank holds a part of the positions"""
+    experts: Count | None = None
+    """experts in the place of the MLP of each block (GPT-2); default: the one MLP"""
+    top_k: Count = 2
+    """experts that see a position: the most probable ones"""
+    ep: Count = UNSET
+    """data-parallel ranks that share the experts, each having a part; default: 1"""
+    balance_coefficient: Fraction = 0.01
+    """weight of the loss that is least if all experts are chosen alike; 0: none"""
     zero: ZeroStage | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the
     parameters, too; 3d has 1 and 3"""
@@ -307,8 +315,6 @@ class Options(
     """how the model is laid out on the processes"""
     cp: Count = UNSET
     """parts that every sequence is cut into"""
-    ep: Count = UNSET
-    """ranks that share the experts; it divides --dp"""
     typed: Set[str] = frozenset()
     """the names of the options that a person has typed"""
 

@@ -38,7 +38,7 @@ DECIDE = {
     "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
     "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
     "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
-    "precision", "comm_dtype", "seed", "max_batches",
+    "precision", "comm_dtype", "seed", "max_batches", "experts", "top_k", "balance_coefficient",
 }  # fmt: skip
 LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.

@@ -67,6 +67,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Any, PreTrainedTokenizerFast
 
     if not (checkpoint.folder / TOKENIZER_FILES[0]).is_file():
         raise UserError(f"{checkpoint.folder}: it is of a model of pictures, and not of text")
+    if checkpoint.state["options"].get("experts"):
+        raise UserError(
+            f"{checkpoint.folder}: it is of a model with experts, and transformers has no GPT-2 "
+            "with experts; train.py writes what the model generates after every epoch"
+        )
     config = GPT2Config.from_dict(json.loads(checkpoint.read("config.json")))
     with torch.device("meta"):
         model: Any = GPT2LMHeadModel(config)

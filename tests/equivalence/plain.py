@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from tests.equivalence.problems import DECAY, EPS, SEED, Noise, Problem, Sentences
+from tests.equivalence.problems import BALANCE, DECAY, EPS, SEED, Noise, Problem, Sentences
+from tests.plain_experts import balance_of, with_experts
 from training.check import plain_steps
 from training.launch.world import World
 from training.tasks.gpt2 import Sequences, gpt2_layers
@@ -42,6 +43,8 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     model: Any = vgg16(width=4)
     if isinstance(problem, Sentences):
         model = GPT2LMHeadModel(problem.config())
+        if problem.experts:
+            model = with_experts(model, problem.experts, problem.top_k)
     model = model.to(dtype)
     for name, p in model.named_parameters():
         task.initialize(name, p)
@@ -81,4 +84,9 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
     else:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-    return losses[weights[:, 1:].flatten() != 0].mean()
+    loss = losses[weights[:, 1:].flatten() != 0].mean()
+    if problem.experts:  # in the gradient, and in no loss that is reported
+        lengths, targets = [len(x.ids) - 1 for x in examples], [x.num_targets for x in examples]
+        balance = BALANCE * balance_of(model, lengths, targets)
+        loss = loss + balance - balance.detach()
+    return loss

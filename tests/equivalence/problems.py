@@ -23,6 +23,7 @@ from data_parallel.dataset import shuffled_indices
 from project.train import TrainOptions
 from training.launch.world import World
 from training.options import Options
+from training.tasks.experts import ExpertTask
 from training.tasks.gpt2 import generator_for, gpt2_config, initializer
 from training.tasks.pictures import Pictures, PictureSets
 from training.tasks.sequences import CPU_POSITIONS
@@ -37,6 +38,7 @@ LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then f
 # a direction of chance; with 1e-4 rounding moves weights by as little as gradients.
 EPS = 1e-4
 SEED = 0
+BALANCE = 0.3  # --balance_coefficient: large, so that its gradient counts beside the loss'
 POSITIONS = 32  # of the model
 LONG = 25  # the first position of `odd` problems whose embedding is infinite
 
@@ -82,6 +84,7 @@ class Sentences(Problem):
         odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
+        experts, top_k: of each block; 0: none.
     """
 
     n_layer: int = 2
@@ -94,6 +97,8 @@ class Sentences(Problem):
     odd: bool = False
     dropout: float = 0.0
     positions: int = CPU_POSITIONS
+    experts: int = 0
+    top_k: int = 2
 
     def config(self) -> GPT2Config:
         """The model's sizes."""
@@ -122,7 +127,7 @@ class Sentences(Problem):
 
     def task(self, world: World, dtype: torch.dtype) -> SentenceTask:  # noqa: ARG002
         """The product's task on these sentences."""
-        return SentenceTask(self, world)
+        return (RoutedSentenceTask if self.experts else SentenceTask)(self, world)
 
 
 class Held(list[Encoded]):
@@ -138,8 +143,9 @@ class SentenceTask(TranslationTask):
 
     def __init__(self, problem: Sentences, world: World) -> None:
         self.args = Options(
-            batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS
-        )
+            batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS,
+            experts=problem.experts, top_k=problem.top_k, balance_coefficient=BALANCE,
+        )  # fmt: skip
         self.problem, self.device, self.files, self.length = problem, world.device, {}, None
         tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)
         self.tokenizer = tokenizer
@@ -161,6 +167,10 @@ class SentenceTask(TranslationTask):
     def fingerprints(self) -> dict[str, str]:
         """Two of one problem have the same sentences."""
         return {"train": repr(self.problem)}
+
+
+class RoutedSentenceTask(ExpertTask, SentenceTask):
+    """The same of a model with experts."""
 
 
 @dataclass(frozen=True)

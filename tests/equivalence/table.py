@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from runtime.axes import ranks_of
 from runtime.mesh import make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from training.launch.world import World
@@ -122,11 +123,12 @@ def mesh(
     sequence_parallel: bool = False,
     zero: int | None = None,
     chunks: int = 1,
+    ep: int = 1,
 ) -> Build:
-    """dp x pp x tp ranks, layers cut unevenly."""
+    """dp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        places = make_mesh({"dp": dp, "pp": pp, "tp": tp}, 60.0)
+        places = make_mesh(ranks_of({"dp": dp, "ep": ep, "pp": pp, "tp": tp}), 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         asked = having(
             setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
@@ -381,7 +383,43 @@ def _recomputed() -> Iterator[Row]:
         yield Row(name, ranks, build, Noise(11, 8), 2, "nothing recomputed", "always")
 
 
-PARTS = (_whole_models, _shards, _stages, _chunks, _meshes, _same_bits, _recomputed)
+ROUTED = Sentences(22, n_layer=3, n_head=4, dropout=0.1, max_grad_norm=1.0, positions=40, experts=4)
+
+
+def _experts() -> Iterator[Row]:
+    """Experts on every rank, and shared by ranks, whose micro-batches are unequally many. Dropout
+    is on, and the last batch is smaller."""
+    yield Row("single-experts", 1, replicated(), ROUTED)
+    yield Row("single-experts-top1", 1, replicated(), replace(ROUTED, top_k=1), 2)
+    yield Row("ddp2-experts", 2, replicated(), ROUTED)
+    yield Row("pipeline2-experts", 2, staged((3, 5), "zb", 3), ROUTED)
+    yield Row("mesh2-ep2-gloo", 2, mesh(2, 1, 1, ep=2), ROUTED)
+    layouts: dict[str, tuple[int, Build, int | None]] = {
+        "mesh2-ep2": (2, mesh(2, 1, 1, ep=2), None),
+        "mesh2-ep2-zero1": (2, mesh(2, 1, 1, ep=2, zero=1), None),
+        "mesh2-ep2-zero3": (2, mesh(2, 1, 1, ep=2, zero=3), None),
+        "mesh4-dp4-ep2": (4, mesh(4, 1, 1, ep=2), None),
+        **{f"mesh4-dp4-ep2-zero{z}": (4, mesh(4, 1, 1, ep=2, zero=z), None) for z in (1, 2, 3)},
+        "mesh4-dp4-ep4": (4, mesh(4, 1, 1, ep=4), None),
+        **{f"mesh4-ep2-pp2-{s}": (4, mesh(2, 2, 1, s, ep=2), 3) for s in SCHEDULES},
+        "mesh4-ep2-pp2-zbv": (4, mesh(2, 2, 1, "zbv", ep=2, chunks=2), 3),
+        "mesh4-ep2-pp2-zb-zero1": (4, mesh(2, 2, 1, "zb", ep=2, zero=1), 3),
+        "mesh8-dp4-ep2-pp2": (8, mesh(4, 2, 1, ep=2), 2),
+    }
+    for name, (ranks, build, m) in layouts.items():
+        yield Row(name, ranks, build, ROUTED, m)
+        if name in ("mesh2-ep2", "mesh2-ep2-zero3", "mesh4-ep2-pp2-zb-zero1"):
+            yield Row(f"{name}-twice", ranks, build, ROUTED, m, "second run")
+            yield Row(f"{name}-resumed", ranks, build, ROUTED, m, "resumed run")
+            beside: Any = "nothing recomputed"
+            yield Row(f"{name}-recompute_always", ranks, build, ROUTED, m, beside, "always")
+    alone = Sentences(9, 8, experts=4)  # an example for one rank, and none for the others
+    for zero in (None, 3):
+        name = f"mesh4-dp4-ep4{'-zero3' * bool(zero)}-none_left"
+        yield Row(name, 4, mesh(4, 1, 1, ep=4, zero=zero), alone, 100)
+
+
+PARTS = (_whole_models, _shards, _stages, _chunks, _meshes, _same_bits, _recomputed, _experts)
 TABLE = tuple(row for part in PARTS for row in part())
 
 

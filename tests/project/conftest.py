@@ -56,12 +56,14 @@ WorldOf = Callable[[int], Ranks | None]  # tests/conftest.py
 
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
-    """By one process, the whole batch at once: pairs, with or without dropout, or plain text."""
+    """By one process, the whole batch at once: pairs, with or without dropout, with experts, or
+    plain text."""
     folder = tmp_path_factory.mktemp("learned")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     lines = {
         "pairs": PAIRS + "--dropout 0", "dropout": PAIRS + "--dropout 0.1",
         "text": f"--dataset {folder}/text.txt {PLAIN} --dropout 0",
+        "experts": PAIRS + "--dropout 0.1 --experts 6",
     }  # fmt: skip
 
     @cache

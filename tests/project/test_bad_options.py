@@ -127,6 +127,18 @@ train ddp --model gpt2-mini --check_weights --keep 0 => weights that are saved; 
 train 3d --dp 2 --balance 2,2 --model gpt2-mini => only a run with stages has it; --pp 2 works
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
+# experts
+train ddp --model gpt2-mini --experts 6 --ep 2 --num_workers 3 => data-parallel ones; --ep 1 or 3
+train ddp --model gpt2-mini --experts 6 --ep 4 --num_workers 4 => as many experts as another; --ep 1
+train ddp --model gpt2-mini --ep 2 => only a model with experts has it; --experts 8 works
+train ddp --model gpt2-mini --top_k 1 => only a model with experts has it; --experts 8 works
+train fsdp --model gpt2-mini --experts 2 --top_k 3 => different ones; --top_k 1 to 2 works
+train ddp --experts 4 => for a GPT-2 from scratch (gpt2-mini, gpt2, gpt2-medium, gpt2-large,
+train tensor --model gpt2-mini --experts 4 => only none or single or ddp or fsdp or pipeline or
+train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => not cut, but dealt out whole; --ep, w
+train pipeline --model gpt2-mini --experts 4 --ep 2 => only ddp or fsdp or 3d has it; leave it out
+train ddp --model gpt2-mini --experts 4 --compile => would be compiled again; leave --compile out
+dp --experts 4 => only train.py has it; leave it out
 # languages
 dp --src fr => it has train.de and train.en, and no train.fr; --src de --tgt en works
 dp --tgt de => two languages are needed, as --src de --tgt en

@@ -210,6 +210,11 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
 ]  # fmt: skip
 
 
+def test_a_model_with_experts_is_not_exported(learned: Learn) -> None:
+    with pytest.raises(UserError, match="transformers has no GPT-2 with experts"):
+        load_trained(str(learned("experts").workdir))
+
+
 def test_a_model_that_does_not_fit(pairs: Path) -> None:
     shutil.copytree(pairs, "model")
     line = "train ddp --model model --model_max_length "

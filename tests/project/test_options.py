@@ -22,7 +22,7 @@ from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.options import ScheduleName
-from training.resume import OF_LAYOUT
+from training.resume import DECIDE, OF_LAYOUT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -197,7 +197,7 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
     assert [choice.partition(" (choose from ")[0] for choice in said] == ["'1fb1'", "'timelin'"]
     for page, (line, options) in zip(pages, EXPLAINED.items(), strict=True):
         assert page.startswith(f"usage: {line.split()[0]}.py")
-        assert 40 < page.count("\n") < 120
+        assert 40 < page.count("\n") < 124
         assert max(map(len, page.splitlines())) <= 118
         there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)}
         assert there == options, line
@@ -208,9 +208,9 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
 
 
 def test_the_options_of_a_layout_are_resumed_together() -> None:
-    """Or none is. What is compiled is of each start."""
+    """Or none is. What is compiled is of each start, and experts are of the model."""
     of_strategies = {name for row in STRATEGIES.values() for name in row.options.split()}
-    assert of_strategies - {"compile"} <= OF_LAYOUT
+    assert of_strategies - {"compile"} <= OF_LAYOUT | DECIDE
 
 
 def test_every_schedule_can_be_typed() -> None:

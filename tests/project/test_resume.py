@@ -111,6 +111,17 @@ def test_any_program_resumes_what_any_other_has_saved(
     assert_same_run("work", one.workdir)
 
 
+def test_experts_lie_elsewhere_after_a_resume(learned: Learn, ranks: Ranks) -> None:
+    """Shared by two ranks, sharded, and on one: they are one process."""
+    one = learned("experts")
+    layouts = ("train ddp --ep 2", "train fsdp --ep 2", "train ddp", "train single")
+    for stop_at, line in enumerate(layouts, 1):
+        on, last = (None, None) if stop_at == len(layouts) else (ranks, stop_at)
+        printed, error = run(f"{line} {one.line} --save_every 1 --resume", on, stop_at=last)
+        assert error is None, printed
+    assert_same_run("work", one.workdir)
+
+
 def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model, data, batch, dropout and length of the run, though programs have other defaults; the
     layout, for the same strategy."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
-from runtime.waits import control_device
-from training.launch import errors
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
@@ -31,6 +28,7 @@ class Sharded(MeshLayout):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, cut_task = setup.args, self.cut_task
+        self.together = self.replica  # they gather
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
         compute_dtype = torch.bfloat16 if args.precision == "bf16" else None
@@ -41,6 +39,8 @@ class Sharded(MeshLayout):
             compute_dtype=compute_dtype, device=world.device, group=self.replica.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             kind=lambda name: name in cut_task.shards,  # cut parameters and whole ones apart
+            group_of=lambda name: mesh[self.data_axes(name)].group,
+            exact=lambda name: name.endswith("router.weight"),  # probabilities are float32
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         held: list[Held] = []
@@ -54,6 +54,7 @@ class Sharded(MeshLayout):
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
         count = max(1, step.count)
+        step = self.filled(step)
         inputs = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
         loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
@@ -64,30 +65,16 @@ class Sharded(MeshLayout):
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
-        return cast(Tensor | None, self.fsdp.forward(x))
+        empty = self.empty()[0] if x is None and self.sharing.size > 1 else None
+        output = cast(Tensor | None, self.fsdp.forward(empty if x is None else x))
+        return None if x is None else output
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """All ranks gather layers together, even if only one needs them."""
-        self._some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
+        """All ranks gather layers together, even if only one needs them: the others `end`."""
+        self.some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
         output = self.forward(newest_tokens(ids, cache))  # [B, rows], of this rank's tokens
         assert output is not None
         return self.cut_task.argmax(output, num_tokens)
-
-    def end(self) -> None:
-        """Takes part in gathering until no rank has sentences left. A notice is heeded first, as in
-        the loop of those that have some."""
-        errors.end_if_given()
-        while self._some_rank_goes_on(False):
-            self.forward(None)  # helps to gather every layer for the others
-            errors.end_if_given()
-
-    def _some_rank_goes_on(self, this_one: bool) -> bool:
-        group = self.replica.group
-        going = torch.tensor(int(this_one))
-        if self.replica.size > 1:
-            going = going.to(control_device(group, self.devices[0]))
-            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
-        return bool(going)
 
     def loaded(self) -> None:
         """The next forward gathers the new values."""

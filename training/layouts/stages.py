@@ -8,7 +8,8 @@ average, the reduction to shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -19,9 +20,8 @@ from data_parallel.zero1 import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import ranks_of_stages
-from runtime.axes import DATA_AXES
 from runtime.communicator import Communicator
-from runtime.mesh import Mesh
+from runtime.mesh import Axis, Mesh
 from runtime.recompute import mode_of
 from training.launch.world import World
 from training.tasks.cache import Cache
@@ -40,7 +40,7 @@ class Staged(MeshLayout):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, self._schedule = setup.args, setup.args.schedule or "1f1b"
-        self.results_per_rank = args.strategy == "fsdp"  # it has whole models, of one stage
+        self.results_per_rank = args.strategy in ("ddp", "fsdp")  # of one stage
         self.schedule = None if self.results_per_rank else self._schedule
         self.num_microbatches = self._number_of_microbatches()
         stages = mesh["pp"]
@@ -61,17 +61,20 @@ class Staged(MeshLayout):
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         self.held = self._parameters = self._whole_parameters()
-        self.sharded: ShardedOptimizer | None = None
-        self.buckets: GradientBuckets | None = None
+        self.sharded: list[ShardedOptimizer] = []
+        self.buckets: list[GradientBuckets] = []
+        self._buckets_of: dict[nn.Parameter, GradientBuckets] = {}
         if self.replica.size > 1 and args.zero == 1:
-            self._shard_optimizer(Communicator(self.replica.group, recorder=setup.timeline))
+            self._shard_optimizers()
             return
-        if self.replica.size > 1:
+        for parameters, replica in self._by_replica() if self.replica.size > 1 else ():
             # In buckets of their own, since the rank of the other stage must get the same bits.
             tied = parameters_of(self.held, "pp")
-            self.buckets = GradientBuckets(
-                self.pipe.parameters(), self.replica.group, recorder=setup.timeline, apart=tied
+            buckets = GradientBuckets(
+                parameters.values(), replica.group, recorder=setup.timeline, apart=tied
             )
+            self.buckets.append(buckets)
+            self._buckets_of.update(dict.fromkeys(parameters.values(), buckets))
         self.optimizers = [setup.optimizer(self.pipe.parameters())]
 
     def _number_of_microbatches(self) -> int | None:
@@ -88,9 +91,10 @@ class Staged(MeshLayout):
         owned, held, number = self.pipe.owned_parameters(), list[Held](), 0
         for name, p in self.pipe.named_parameters().items():
             first = name in owned and self.cut_task.counted(name)  # of the other axes' ranks
-            counts = first and number % self.replica.size == self.replica.rank
+            replica = self.mesh[self.data_axes(name)]
+            counts = first and number % replica.size == replica.rank
             number += first
-            held.append(Held.whole(name, p, self._replicas(name, *DATA_AXES), counts))
+            held.append(Held.whole(name, p, self._replicas(name, *self.data_axes(name)), counts))
         return self.cut_task.cut(held)
 
     def _replicas(self, name: str, *axes: str) -> tuple[str, ...]:
@@ -99,7 +103,15 @@ class Staged(MeshLayout):
         stages = ("pp",) if len(self.pipe.users(name)) > 1 else ()
         return self.replicas(*axes, *stages, *self.cut_task.shared_axes(name))
 
-    def _shard_optimizer(self, replicas: Communicator) -> None:
+    def _by_replica(self) -> list[tuple[dict[str, nn.Parameter], Axis]]:
+        """This rank's parameters by name, and the ranks that average their gradients: those of
+        experts, if ranks share them, apart from the others."""
+        by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+        for name, p in self.pipe.named_parameters().items():
+            by_axes.setdefault(self.data_axes(name), {})[name] = p
+        return [(parameters, self.mesh[axes]) for axes, parameters in by_axes.items()]
+
+    def _shard_optimizers(self) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
 
         def kind(name: str) -> tuple[bool, str | None]:
@@ -108,10 +120,12 @@ class Staged(MeshLayout):
             tied = name if len(self.pipe.users(name)) > 1 else None
             return name in self.cut_task.shards, tied
 
-        owned, parameters = self.pipe.owned_parameters(), self.pipe.named_parameters()
-        self.sharded = ShardedOptimizer(parameters, self.setup.optimizer, replicas, kind)
-        self.optimizers, held = [self.sharded.optimizer], list[Held]()
-        for unit, shard in self.sharded.units():
+        for parameters, replica in self._by_replica():
+            ranks = Communicator(replica.group, recorder=self.setup.timeline)
+            self.sharded.append(ShardedOptimizer(parameters, self.setup.optimizer, ranks, kind))
+        self.optimizers = [sharded.optimizer for sharded in self.sharded]
+        owned, held = self.pipe.owned_parameters(), list[Held]()
+        for unit, shard in chain.from_iterable(sharded.units() for sharded in self.sharded):
             name = unit.entries[0].name
             counts = name in owned and self.cut_task.counted(name)
             held += self.held_in(unit, shard, self._replicas(name), counts)
@@ -122,25 +136,36 @@ class Staged(MeshLayout):
         # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
         count = max(1, step.count) / (self.replica.size if self.buckets else 1)
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
+        step = self.filled(step)
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
             inputs = map(self.cut_task.input, step.inputs, step.targets)
             with self.setup.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(step.targets), self.cut_task.loss,
                     self._schedule, scale=1 / count,
-                    ready=self.buckets.ready if self.buckets else lambda _: None,
+                    ready=self._ready,
                 )  # fmt: skip
-        if self.buckets is not None:
-            self.buckets.finish()  # every replica, with or without examples
+        for buckets in self.buckets:
+            buckets.finish()  # every replica, with or without examples
+        if self.buckets:  # an expert's gradient is of the losses of all ranks that share experts
+            for name, p in self.pipe.named_parameters().items():
+                if name in self.cut_task.experts and p.grad is not None:
+                    p.grad /= self.sharing.size
         self.cut_task.sum_gradients(
             parameters_of(self._parameters, "tp")
         )  # before `reduce`, which takes p.grad away
-        if self.sharded is not None:
-            self.sharded.reduce()  # sums over the replicas, into the shards' gradients
+        for sharded in self.sharded:
+            sharded.reduce()  # sums over the replicas, into the shards' gradients
         if self.replica.size > 2:
             self._copy_gradients()
         # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if self.mesh.counts_loss else 0)
+
+    def _ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients that are whole may be averaged."""
+        for p in parameters:
+            if p in self._buckets_of:
+                self._buckets_of[p].ready([p])
 
     def _copy_gradients(self) -> None:
         """The same bits for all ranks that hold a parameter.
@@ -156,13 +181,15 @@ class Staged(MeshLayout):
 
     def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
         """The last stage sees the outputs."""
-        if x is None:  # this replica has no batch left
+        if x is None and self.sharing.size == 1:  # this replica has no batch left
             return None
-        with self.setup.autocast(self.devices[0]):
-            return cast(Tensor | None, self.pipe.forward(x, beside))
+        with self.setup.autocast(self.devices[0]):  # an empty batch, where others need its experts
+            output = self.pipe.forward(self.empty()[0] if x is None else x, beside)
+        return None if x is None else cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
+        self.some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
         logits = self.forward(newest_tokens(ids), {"cache": cache})  # last stage: [B, rows]
         tokens = None if logits is None else self.cut_task.argmax(logits, num_tokens)
         return self.pipe.from_last(tokens)  # [B], on every stage
@@ -174,18 +201,18 @@ class Staged(MeshLayout):
 
     def loaded(self) -> None:
         """Sends the new values to all replicas."""
-        if self.sharded is not None:
-            self.sharded.publish()
+        for sharded in self.sharded:
+            sharded.publish()
 
     def state_bytes(self) -> dict[str, int]:
         """The bytes that this rank holds."""
         held = state_bytes(self.pipe.parameters(), self.optimizers)
-        if self.sharded is not None:
+        if self.sharded:
             held["gradients"] += state_bytes(parameters_of(self.held))["gradients"]
         return held
 
     def close(self) -> None:
         """Closes the buckets and the pipe."""
-        if self.buckets is not None:
-            self.buckets.close()
+        for buckets in self.buckets:
+            buckets.close()
         self.pipe.close()

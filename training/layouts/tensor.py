@@ -1,4 +1,4 @@
-"""Layouts on a mesh, and what the mesh's tensor axis changes in them.
+"""Layouts on a mesh, and what the mesh's tensor and expert axes change in them.
 
 Ranks of the tensor axis share every layer: `CutTask` cuts a task's layers over them.
 
@@ -6,6 +6,9 @@ Three things change. The layers hold parts of the model's matrices, so initial v
 and exports use `TensorShard`. The last layer computes the loss, so the labels travel with the
 input, as `Sequences.labels`. A parameter that every rank holds whole is counted once in
 norms; with sequence parallelism its gradient is summed over the ranks.
+
+Ranks of the expert axis share the experts of every layer (experts/): of these each holds some. They
+meet inside a layer, so they run as many micro-batches; one that has fewer runs empty ones.
 
 With one rank nothing changes.
 
@@ -16,26 +19,31 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.gradients import copy_back
 from data_parallel.shards import Unit
-from runtime.axes import BATCH_AXES, DATA_AXES
+from experts.layer import share_experts
+from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.recorder import Recorder
 from runtime.shared_memory import add_up
+from runtime.waits import control_device
 from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
+from training.launch import errors
 from training.launch.world import World
+from training.tasks.experts import ExpertTask
 from training.tasks.generation import greedy
-from training.tasks.task import TrainingTask
+from training.tasks.task import Step, TrainingTask
 
 from .layout import Held, LaidOutModel, Setup
 
@@ -45,9 +53,11 @@ class CutTask:
 
     Args:
         sequence_parallel: between the matrices each rank has a part of the positions.
+        sharing: the ranks that share experts.
 
     Attributes:
         model, layers: on the meta device, with this rank's shards.
+        experts: the names of parameters of which each of `sharing` has other experts.
     """
 
     def __init__(
@@ -57,17 +67,22 @@ class CutTask:
         dtype: torch.dtype,
         sequence_parallel: bool,
         recorder: Recorder,
+        sharing: Communicator,
     ) -> None:
         self.task = task
         self.ranks = Communicator(axis.group, recorder=recorder)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         skeleton: Any = task.skeleton().to(dtype)
         self.model = skeleton
-        self.shards: Mapping[str, TensorShard] = {}
+        self.shards: dict[str, TensorShard] = {}
+        if sharing.size > 1:
+            for name, shape in share_experts(self.model, sharing).items():
+                self.shards[name] = TensorShard(shape, 0, 1, sharing.rank, sharing.size)
+        self.experts = {*self.shards}
         if axis.size == 1:
             self.layers = task.layers(self.model)
             return
-        self.shards = cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
+        self.shards |= cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
         self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
         for layer in self.layers[:-1]:  # tells them their heads and positions
             layer.shard, layer.sequence_parallel = axis.rank, sequence_parallel  # type: ignore[assignment]
@@ -86,7 +101,7 @@ class CutTask:
 
     def input(self, x: Any, target: Any, training: bool = True) -> Any:
         """The input of the first layer for a micro-batch whose loss is wanted."""
-        if not self.shards:
+        if self.ranks.size == 1:
             return x
         length = x.hidden.size(1)
         # Padding makes the sequence a multiple of the number of ranks.
@@ -97,25 +112,25 @@ class CutTask:
         return x._replace(labels=target)
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
-        """The summed loss, from the output of the last layer."""
-        return output if self.shards else self.task.loss(output, target)  # HeadAndLoss has it
+        """The summed loss, from the output of the last layer, which may have computed it."""
+        return output if self.ranks.size > 1 else self.task.loss(output, target)
 
     def measure(self, output: Tensor, target: Any) -> Tensor | None:
         """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
-        if not self.shards:
+        if self.ranks.size == 1:
             return self.task.measure(output, target)
         return output if self.ranks.rank == 0 else None
 
     def logits(self, output: Tensor) -> Tensor | None:
         """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
-        if not self.shards:
+        if self.ranks.size == 1:
             return output
         logits = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
         return logits[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
         """The most probable tokens, on every rank, from the ranks' parts of the logits."""
-        if not self.shards:
+        if self.ranks.size == 1:
             return greedy(output, num_tokens)
         return argmax(output, num_tokens, self.ranks, self.head.first)
 
@@ -177,13 +192,38 @@ class MeshLayout(LaidOutModel):
         self.dp_rank, self.dp_size, _ = mesh[BATCH_AXES]
         self.replica = mesh[DATA_AXES]  # its place among ranks that hold the same
         self.tp_rank = mesh["tp"].rank
+        self.sharing = Communicator(mesh["ep"].group, recorder=setup.timeline)
+        self.together: Axis = mesh["ep"]  # the ranks that meet in a forward
         self.cut_task = CutTask(  # on the meta device: no memory yet
-            task, mesh["tp"], setup.dtype, setup.args.sequence_parallel, setup.timeline
+            task,
+            mesh["tp"],
+            setup.dtype,
+            setup.args.sequence_parallel,
+            setup.timeline,
+            self.sharing,
         )
 
     def replicas(self, *axes: str) -> tuple[str, ...]:
         """Those of `axes` that have several ranks."""
         return tuple(axis for axis in axes if self.mesh[axis].size > 1)
+
+    def data_axes(self, name: str) -> tuple[str, ...]:
+        """The axes whose ranks average a parameter's gradient."""
+        return EXPERT_AXES if name in self.cut_task.experts else DATA_AXES
+
+    def filled(self, step: Step) -> Step:
+        """The step with as many micro-batches as the ranks have that share experts."""
+        if self.sharing.size == 1:
+            return step
+        numbers = self.sharing.gather_numbers([len(step.inputs)], self.devices[0])
+        for _ in range(max(numbers)[0] - len(step.inputs)):
+            x, target = self.empty()
+            step = replace(step, inputs=[*step.inputs, x], targets=[*step.targets, target])
+        return step
+
+    def empty(self) -> tuple[Any, Any]:
+        """A micro-batch without examples."""
+        return cast(ExpertTask, self.task).empty()
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
@@ -201,12 +241,30 @@ class MeshLayout(LaidOutModel):
         output = self.forward(x)
         return None if output is None else self.cut_task.measure(output, target)
 
+    def end(self) -> None:
+        """Takes part in forwards until no rank has sentences left. A notice is heeded first, as in
+        the loop of those that have some."""
+        errors.end_if_given()
+        while self.some_rank_goes_on(False):
+            self.forward(None)
+            errors.end_if_given()
+
+    def some_rank_goes_on(self, this_one: bool) -> bool:
+        """Whether a rank has sentences left. The ranks that meet in a forward all call it before,
+        those that have some in `next_tokens`, the others in `end`."""
+        going = torch.tensor(int(this_one))
+        if self.together.size > 1:
+            going = going.to(control_device(self.together.group, self.devices[0]))
+            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=self.together.group)
+        return bool(going)
+
     def held_in(
         self, unit: Unit, shard: nn.Parameter, replicas: tuple[str, ...], counts: bool
     ) -> list[Held]:
         """The rectangles of whole parameters in this rank's flat shard of a unit. A shard of gaps
         alone has an empty one, so that every shard has a record."""
-        flat = unit.slices(self.replica.rank, shard.detach())
+        replica = self.mesh[self.data_axes(unit.entries[0].name)]
+        flat = unit.slices(replica.rank, shard.detach())
         held = self.cut_task.cut(x for values in flat for x in rectangles_of(*values))
         if not held:
             name, shape, *_ = unit.entries[0]

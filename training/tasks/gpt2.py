@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +139,7 @@ class Sequences(NamedTuple):
         labels: [N], the tokens to predict. Only a head that is fused with the loss needs them
             (tensor_parallel/gpt2.py).
         cache: of this process, where sentences are continued.
+        balance: in training, what the balance loss of experts is made of (experts/routing.py).
     """
 
     hidden: Tensor
@@ -146,6 +147,7 @@ class Sequences(NamedTuple):
     keys: Keys = None
     labels: Tensor | None = None
     cache: Cache | None = None
+    balance: Any = None
 
 
 def newest_tokens(ids: Tensor, cache: Cache | None = None) -> Sequences:
@@ -219,7 +221,7 @@ class Attention(Layer):
         first = self.shard * q.size(1)  # the number of its first head in the model
         p = attn.attn_dropout.p if self.training else 0.0
         y = attention(q, k, v, mask, p, x.keys, self.weights_where, first)  # B H T E
-        y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # B T C, as hidden
+        y = attn.c_proj(y.transpose(1, 2).flatten(2))  # B T C, as hidden
         return x._replace(hidden=x.hidden + self.drop(y, attn.resid_dropout.p, x.keys))
 
 

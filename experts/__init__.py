@@ -1,0 +1,1 @@
+"""Experts: a layer has several MLPs, of which a router chooses some for each position."""

@@ -1,0 +1,90 @@
+"""Rows travel to the ranks that have their experts, and back.
+
+Problem. Experts lie on the ranks of an axis: of E experts and W ranks, rank r has E/W. A rank's
+positions may choose experts anywhere, each of them as often as chance has it.
+
+Idea. Rows are sorted by expert, and so by rank. The ranks tell each other how many rows there are
+for each expert, E numbers per rank; then an all-to-all moves the rows. They arrive by sender, those
+of one sender by expert, and are computed as they lie. A second all-to-all, the first one's mirror
+image, brings the results to the places where the rows were:
+
+    rank 0   rows of experts 0 1 | 2 3 ──┐        ┌── of 0 1 from rank 0 | of 0 1 from rank 1
+                                         ├ all-to-all
+    rank 1   rows of experts 0 1 | 2 3 ──┘        └── of 2 3 from rank 0 | of 2 3 from rank 1
+
+Backward goes through the same exchanges with senders and receivers swapped.
+
+Cost, a rank with N positions of C numbers, each of them to k experts, chosen evenly: N k C (W-1)/W
+numbers sent, four times per layer and micro-batch (there and back, forward and backward), and the
+counts. The host waits for the counts, since lengths of messages are known to nobody before: on a
+GPU once per layer.
+
+All ranks must take part; one without positions sends nothing, and may get rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.communicator import Communicator, Lengths
+
+Segments = Sequence[tuple[int, int]]
+"""How rows lie: (number of the expert among this rank's, number of rows), one after the other."""
+
+
+def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Segments]:
+    """How many rows each rank sends to each, and how those lie that `rank` receives.
+
+    Args:
+        counts: by sender, the number of its rows for each of all experts.
+    """
+    size = len(counts)
+    own = len(counts[0]) // size  # experts of a rank
+    by_receiver = [[row[r * own : (r + 1) * own] for r in range(size)] for row in counts]
+    lengths = [[sum(part) for part in parts] for parts in by_receiver]
+    segments = [(e, n) for parts in by_receiver for e, n in enumerate(parts[rank])]
+    return lengths, segments
+
+
+def exchange(rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
+    """This rank's rows to their ranks, those for rank 0 first; returns what came from all, that of
+    rank 0 first. `lengths`: by sender and receiver."""
+    exchanged: Tensor = _AllToAll.apply(rows, ranks, lengths)
+    return exchanged
+
+
+def swapped(lengths: Lengths) -> Lengths:
+    """By receiver and sender: the lengths of the way back."""
+    return [list(column) for column in zip(*lengths, strict=True)]
+
+
+def summed(x: Tensor, ranks: Communicator) -> Tensor:
+    """The sum of all ranks' `x`, for a loss that every rank computes from it whole: so the gradient
+    of a rank's own addend is there already."""
+    total: Tensor = _Sum.apply(x, ranks)
+    return total
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
+        ctx.ranks, ctx.lengths = ranks, lengths
+        return ranks.all_to_all(rows, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.ranks.all_to_all(gradient, swapped(ctx.lengths)), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:  # noqa: ARG004
+        return ranks.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return gradient, None

@@ -1,0 +1,103 @@
+"""Which experts see a position, with what weight; and the loss that keeps them equally busy.
+
+Problem. A layer has E experts, and a position is to be seen by k of them. Who chooses must learn
+to, and must not send everything to one expert, which would then be the only one that learns.
+
+Idea. The router is a matrix: its logits give probabilities p over the experts, and the k most
+probable ones see the position. Of equal probabilities the lower number wins. What they return is
+added up with the weights p, which is how the router gets a gradient. The weights are not divided by
+their sum: with k = 1 that would be 1, and the router would learn nothing (as in Switch; Mixtral
+divides). Choosing is done in float32 at least, since bf16 has many equal probabilities.
+
+Nothing is dropped: an expert takes all positions that have chosen it. Most systems give experts a
+capacity, and what is beyond it is dropped; whether a position is, depends on its neighbours in the
+batch, and so on how the batch is cut.
+
+The balance loss of a sequence with T positions, padding not among them, is
+
+    E * sum over e of f_e P_e        f_e: the part of its T k choices that fell on expert e
+                                     P_e: the mean probability of expert e
+
+1 if all experts are chosen alike, up to E if one always is. No gradient flows through f. It is a
+property of a sequence, while Switch takes that of a rank's batch, so it depends neither on
+micro-batches nor on ranks. The loss of a step with n target tokens has in addition
+
+    coefficient / n * sum over the sequences of (target tokens) * (sum over the layers of balance)
+
+that is, every target token adds the balance of its sequence, scaled as its own loss is.
+
+Papers: Shazeer et al., "Outrageously Large Neural Networks", 2017; Fedus et al., "Switch
+Transformers", 2021; Jiang et al., "Mixtral of Experts", 2024.
+
+Shapes: N positions, C width, E experts, k of them for each position; B sequences of T positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """Of each position.
+
+    Attributes:
+        probabilities: [N, E].
+        experts: [N, k], the most probable first.
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """[N, k]: the probabilities of the chosen experts."""
+        return self.probabilities.gather(1, self.experts)
+
+
+def choose(rows: Tensor, router: Tensor, top_k: int) -> Choice:
+    """The choice for rows [N, C], by a router [E, C]."""
+    with torch.autocast(rows.device.type, enabled=False):
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        probabilities = F.linear(rows.to(dtype), router.to(dtype)).softmax(-1)
+    # Not topk, which orders equal ones by chance.
+    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+    return Choice(probabilities, order[:, :top_k])
+
+
+class Balance(NamedTuple):
+    """What the balance loss of a micro-batch is made of. It travels through the layers.
+
+    Attributes:
+        lengths: [B], the positions of each sequence, without padding.
+        targets: [B], its target tokens.
+        total: the loss of the layers so far, summed over the target tokens; a scalar.
+    """
+
+    lengths: Tensor
+    targets: Tensor
+    total: Tensor
+
+
+def tally(choice: Choice, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sequence, [B, E]: how often each expert was chosen, and the sum of its probabilities.
+
+    Args:
+        real: [B, T], whether a position is none of padding. N is B T.
+    """
+    B, T = real.shape
+    E = choice.probabilities.size(1)
+    is_chosen = choice.experts[..., None] == torch.arange(E, device=real.device)  # N k E
+    chosen = is_chosen.sum(1).view(B, T, E) * real[..., None]
+    probabilities = choice.probabilities.view(B, T, E) * real[..., None]
+    return chosen.sum(1), probabilities.sum(1)
+
+
+def balance_loss(chosen: Tensor, probabilities: Tensor, lengths: Tensor, top_k: int) -> Tensor:
+    """The balance loss of each sequence, [B], from what `tally` returns."""
+    T = lengths.clamp(min=1)[:, None].to(probabilities.dtype)
+    E = chosen.size(1)
+    return E * (chosen / (T * top_k) * probabilities / T).sum(1)

@@ -1,0 +1,195 @@
+"""A layer of experts beside a plain one, in which every expert computes every position. That models
+with experts train as one process does: tests/equivalence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from experts.dispatch import segments_of, swapped
+from experts.layer import Experts, share_experts
+from experts.routing import Choice, balance_loss, choose, tally
+from pipeline.stage import Stage
+from runtime.communicator import Communicator
+from tests.plain_experts import PlainExperts
+from tests.ranks import Ranks, nan_in_new_memory, sharing
+from training.tasks.gpt2 import gpt2_config
+
+C, E, K = 6, 4, 2
+# What the first two of a position's numbers add to the logits of the experts: x[0] is 1 in
+# positions that all choose 0 and 1, x[1] is 1 in those that never choose 0.
+PULL = torch.tensor([[50.0, 40, 0, 0], [-50, 0, 0, 0]])
+CASES: dict[
+    str, Any
+] = {  # rows of each rank, and what pulls them; the choices of each expert, by rank
+    "all at one expert": ((5, 0), (4, 0), [[5, 5, 0, 0], [4, 4, 0, 0]]),
+    "none of a rank's at an expert": ((3, None), (6, 1), None),
+    "a rank without positions": ((0, None), (7, None), None),
+    "no positions": ((0, None), (0, None), [[0, 0, 0, 0], [0, 0, 0, 0]]),
+}
+
+
+def like(kind: Any) -> Any:
+    """A layer with the weights that all have."""
+    config = gpt2_config("gpt2-mini", 64, 8, n_layer=1, n_embd=C, n_head=2, dropout=0.0)
+    layer = kind(GPT2MLP(4 * C, config), E, K).double()
+    generator = torch.Generator().manual_seed(0)
+    for p in layer.parameters():
+        p.data.normal_(0, 0.3, generator=generator)
+    layer.router.weight.data[:, :2] = PULL.T
+    return layer
+
+
+def rows_of(rank: int, case: str) -> tuple[Tensor, Tensor]:
+    """A rank's positions [N, C], and the gradients of what is made of them."""
+    N, pull = CASES[case][rank]
+    x, dy = torch.randn(2, N, C, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    x[:, :2] = 0
+    if pull is not None:
+        x[:, pull] = 1
+    return x, dy
+
+
+def on_a_rank(rank: int, world_size: int, case: str, share: bool) -> dict[str, Any]:
+    """What a rank computes, and of which experts it has gradients."""
+    layer = like(Experts)
+    with sharing(share), nan_in_new_memory():
+        share_experts(layer, Communicator(torch.distributed.group.WORLD))
+        x, dy = rows_of(rank, case)
+        x.requires_grad_()
+        y, choice = layer(x)
+        y.backward(dy)
+    assert len(layer.experts["c_fc"].weight) == E // world_size
+    return {
+        "y": y.detach(), "x": x.grad, "choices": choice.experts.flatten().bincount(minlength=E),
+        **{name: p.grad for name, p in layer.named_parameters()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_experts_compute_what_one_does(
+    ranks: Ranks, case: str, share: bool
+) -> None:
+    found, plain = ranks.run(on_a_rank, case, share), like(PlainExperts)
+    choices = torch.stack([of_rank["choices"] for of_rank in found])
+    if (wanted := CASES[case][2]) is not None:
+        assert choices.tolist() == wanted
+    if case == "none of a rank's at an expert":
+        assert choices[1, 0] == 0 and choices[0, 0] > 0
+    inputs = [rows_of(rank, case) for rank in (0, 1)]
+    x, dy = (torch.cat(both)[None] for both in zip(*inputs, strict=True))
+    y = plain(x.requires_grad_())
+    y.backward(dy)
+    assert x.grad is not None
+    joined = {"y": y[0].detach(), "x": x.grad[0]}
+    for name, whole in joined.items():
+        torch.testing.assert_close(torch.cat([r[name] for r in found]), whole, rtol=0, atol=1e-12)
+    for name, p in plain.named_parameters():
+        parts = [of_rank[name] for of_rank in found]
+        # Each rank has all of its experts' gradients, and of the router's its positions' part.
+        own = torch.stack(parts).sum(0) if name == "router.weight" else torch.cat(parts)
+        assert p.grad is not None
+        torch.testing.assert_close(own, p.grad, rtol=0, atol=1e-12)
+
+
+def test_of_equal_probabilities_the_lower_number_wins() -> None:
+    router = torch.tensor([[0.0, 1], [1, 0], [1, 0], [1, 0], [0, 2]])
+    rows = torch.tensor([[1.0, 0], [0, 1], [0, 0]])
+    choice = choose(rows, router, 2)
+    assert choice.experts.tolist() == [[1, 2], [4, 0], [0, 1]]
+    probabilities = (rows @ router.T).softmax(-1)
+    assert torch.equal(choice.weights, probabilities.gather(1, choice.experts))  # not of sum 1
+
+
+def test_the_router_computes_in_float32_under_autocast() -> None:
+    """Two logits that bf16 takes for equal."""
+    router = torch.tensor([[1.0], [1.001]])
+    with torch.autocast("cpu", torch.bfloat16):
+        choice = choose(torch.ones(1, 1, dtype=torch.bfloat16), router, 1)
+    assert choice.experts.tolist() == [[1]] and choice.probabilities.dtype == torch.float32
+
+
+def test_how_many_rows_go_where() -> None:
+    """Of four experts, of which each of two ranks has two."""
+    counts = [[1, 2, 3, 4], [5, 6, 0, 8]]  # by sender
+    lengths, segments = segments_of(counts, rank=1)
+    assert lengths == [[3, 7], [11, 8]]
+    assert segments == [(0, 3), (1, 4), (0, 0), (1, 8)]  # from rank 0, from rank 1
+    assert swapped(lengths) == [[3, 11], [7, 8]]
+
+
+def balance_of(probabilities: list[list[float]], lengths: list[int]) -> list[float]:
+    """Of sequences of equal width, with one expert for each position."""
+    p = torch.tensor(probabilities, dtype=torch.float64)
+    choice = Choice(p, p.argmax(-1)[:, None])
+    n = torch.tensor(lengths)
+    real = torch.arange(len(p) // len(lengths)) < n[:, None]
+    losses: list[float] = balance_loss(*tally(choice, real), n, top_k=1).tolist()
+    return losses
+
+
+def test_the_balance_loss_is_least_where_experts_are_chosen_alike() -> None:
+    even, one = [[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [0.7, 0.3]]
+    # 2 (1/2 * 0.45 + 1/2 * 0.55) = 1, and 2 (1 * 0.8 + 0 * 0.2)
+    assert balance_of([*even, *one], [2, 2]) == pytest.approx([1.0, 1.6])
+
+
+def test_the_balance_of_a_sequence_knows_neither_padding_nor_other_sequences() -> None:
+    sequence, padding = [[0.9, 0.1], [0.3, 0.7], [0.8, 0.2]], [[0.1, 0.9]]
+    alone = balance_of(sequence, [3])
+    both = balance_of([*sequence, *padding, *padding * 4], [3, 1])
+    assert both == pytest.approx([*alone, 1.8])
+    assert balance_of(padding * 2, [0]) == [0]  # a sequence without positions
+
+
+def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
+    """By halves and by whole backwards: the same bits; before W the experts have no gradient."""
+
+    class Alone(nn.Module):
+        def __init__(self, layer: Experts) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.layer(x)
+            return x + y
+
+    layer: Experts = like(Experts)
+    x, dy = torch.randn(2, 2, 5, C, dtype=torch.float64)
+    sums = []
+    for order in (["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "F1", "B0", "B1"]):
+        stage = Stage(0, nn.Sequential(Alone(layer)), torch.device("cpu"), num_microbatches=2)
+        for action in order:
+            i = int(action[1])
+            if action[0] == "F":
+                stage.forward(i, (x + i).requires_grad_())
+            elif action[0] == "W":
+                stage.backward_weight(i)
+            else:
+                (stage.backward if action[0] == "B" else stage.backward_input)(i, [dy])
+            if action == "I1":
+                assert {p.shape for p in stage._totals} == {layer.router.weight.shape}
+        sums.append(stage.take_gradients())
+    halves, whole = sums
+    assert len(whole) == 5 and all(torch.equal(halves[p], g) for p, g in whole.items())
+    for i in (0, 1):  # autograd's own
+        y, _ = layer(x + i)
+        (x + i + y).backward(dy)
+    for p, gradient in whole.items():
+        torch.testing.assert_close(gradient, p.grad, rtol=0, atol=1e-12)
+
+
+def refused(_rank: int, _world_size: int) -> str:
+    model = Experts(GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)), 3, K)
+    with pytest.raises(ValueError, match="multiple") as raised:
+        share_experts(model, Communicator(torch.distributed.group.WORLD))
+    return str(raised.value)
+
+
+def test_ranks_must_divide_the_experts(ranks: Ranks) -> None:
+    assert ranks.run(refused) == ["dimension 0 of (3, 6, 24) is not a multiple of 2"] * 2

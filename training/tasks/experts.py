@@ -1,0 +1,128 @@
+"""GPT-2 whose blocks have experts in the place of their MLPs.
+
+    Sequences -> Embedding -> Attention -> RoutedFeedForward -> ... -> BalancedHead -> Balanced
+
+The task makes the model and adds the balance loss (experts/routing.py) to its own. What the layers
+need for it travels with the micro-batch, as `Sequences.balance`: so the balance loss passes stages,
+shards and recomputation as activations do, and its gradient is scaled as the loss is. It is in no
+loss that is reported: of its value only the gradient stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from experts.layer import Experts
+from experts.routing import Balance, balance_loss, tally
+
+from .gpt2 import FeedForward, Head, Sequences, gpt2_layers
+from .language import LanguageTask
+from .sequences import SequenceTask
+from .task import to_device
+from .tokens import Encoded
+from .translation import TranslationTask
+
+
+class RoutedFeedForward(FeedForward):
+    """The second half of a block, with experts."""
+
+    mlp: Experts
+
+    def forward(self, x: Sequences) -> Sequences:
+        """The residual, and the balance loss, with this layer's."""
+        y, choice = self.mlp(self.ln_2(x.hidden))
+        hidden = x.hidden + self.drop(y, self.mlp.dropout.p, x.keys)
+        if x.balance is None:  # no training
+            return x._replace(hidden=hidden)
+        lengths, targets, total = x.balance
+        positions = torch.arange(hidden.size(1), device=hidden.device)
+        chosen, probabilities = tally(choice, positions < lengths[:, None])
+        of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
+        total = total + (of_sequences * targets).sum()
+        return x._replace(hidden=hidden, balance=Balance(lengths, targets, total))
+
+
+class Balanced(NamedTuple):
+    """The head's output in training."""
+
+    logits: Tensor
+    balance: Tensor  # summed over the target tokens
+
+
+class BalancedHead(nn.Module):
+    """A head that hands on the balance loss beside its logits."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Sequences) -> Tensor | Balanced:
+        """The logits alone, where nothing is trained."""
+        logits: Tensor = self.head(x)
+        return logits if x.balance is None else Balanced(logits, x.balance.total)
+
+
+class ExpertTask(SequenceTask):
+    """What experts change in a task of sequences, of which a class is made with it."""
+
+    def skeleton(self) -> Any:
+        """With experts, all of them, on the meta device."""
+        model = super().skeleton()
+        number = cast(int, self.args.experts)
+        for block in model.transformer.h:
+            block.mlp = Experts(block.mlp, number, self.args.top_k)
+        return model
+
+    def layers(self, model: Any) -> list[Any]:
+        """The same layers; those with experts route."""
+        layers = gpt2_layers(model)
+        for k, block in enumerate(model.transformer.h):
+            layers[2 + 2 * k] = RoutedFeedForward(f"h.{k}", block)
+        return [*layers[:-1], BalancedHead(cast(Head, layers[-1]))]
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """The summed loss over the target tokens; the balance loss is in its gradient alone."""
+        if isinstance(output, Tensor):
+            return super().loss(output, target)
+        added = self.args.balance_coefficient * output.balance
+        return super().loss(output.logits, target) + (added - added.detach())
+
+    def empty(self) -> tuple[Sequences, Tensor]:
+        """A micro-batch of no sequences, and its labels, for a rank that has no other."""
+        ids = torch.zeros(0, 1, dtype=torch.long)
+        none = ids[:, 0]
+        x = Sequences(ids, none, none, balance=Balance(none, none, torch.zeros(())))
+        return to_device((x, none), self.device)
+
+    def describe(self) -> str:
+        """With the experts."""
+        args, first, *more = self.args, *super().describe().splitlines()
+        experts = f"{args.experts} experts in each block, of which {args.top_k} see a position"
+        shared = f", shared by {args.ep} ranks" if args.ep > 1 else ""
+        return "\n".join([first, experts + shared, *more])
+
+    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Any]) -> Any:
+        """With the lengths of the sequences."""
+        mine, parts = super()._collate(num_microbatches, drop, mine)
+        cut = map(self._balance, self._cut(mine, num_microbatches))
+        return mine, [
+            (x._replace(balance=balance), labels)
+            for balance, (x, labels) in zip(cut, parts, strict=True)
+        ]
+
+    def _balance(self, examples: Sequence[Encoded]) -> Balance:
+        lengths = torch.tensor([len(example.ids) - 1 for example in examples])
+        targets = torch.tensor([example.num_targets for example in examples])
+        return to_device(Balance(lengths, targets, torch.zeros(())), self.device)
+
+
+class TranslationWithExperts(ExpertTask, TranslationTask):
+    """Pairs of sentences, learnt with experts."""
+
+
+class LanguageWithExperts(ExpertTask, LanguageTask):
+    """Plain text, learnt with experts."""
