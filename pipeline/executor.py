@@ -16,23 +16,18 @@ channels are then in other processes, see process.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from runtime.graph import move
 from runtime.recompute import device_types
 from runtime.recorder import Recorder, acting
 
 from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
-LossFunction = Callable[[Any, Any], Tensor]
 RECOMPUTE = "R"  # for the recorder
 
 
@@ -67,71 +62,6 @@ class Channel:
 def channels(stages: Iterable[int]) -> dict[int, Channel]:
     """Channels within a process, by the stage above each."""
     return {s: Channel() for s in stages}
-
-
-class Losses:
-    """The far end of both channels: the losses arrive here, and their gradients leave.
-
-    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
-    ``scale`` times their sum. ``memory``: the device of the last stage's outputs.
-    """
-
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        targets: Sequence[Any],
-        scale: float | Tensor,
-        memory: torch.device,
-    ) -> None:
-        # The targets are the caller's, perhaps on another device than the outputs. All are moved
-        # before anything is launched that a copy could wait for.
-        to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, memory))
-        self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
-        self._scale = to_outputs(scale)
-        self._values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
-
-    def of(self, i: int, output: Any) -> Tensor:
-        """The `Stage.tail` of the last stage."""
-        loss = self._loss_fn(output, self._targets[i])
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
-            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn returned {kind}: one number, the sum over its micro-batch, is needed, "
-                "e.g. cross_entropy(output, target, reduction='sum')"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            output_has_graph = any(
-                isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)
-            )
-            why = "loss_fn detaches the output, or computes outside torch"
-            if not output_has_graph:
-                why = (
-                    "the output of the last layer does not either. Every parameter is frozen, or a "
-                    "layer detaches what it returns, as checkpoint(use_reentrant=True) does if its "
-                    "input requires no grad: take use_reentrant=False"
-                )
-            raise RuntimeError(
-                f"the loss does not depend on anything that requires grad: {why}. To compute only "
-                "the loss, call loss_fn(pipe(x), target)"
-            )
-        return loss
-
-    def put(self, i: int, loss: Tensor) -> None:
-        self._values[i] = loss
-
-    def get(self, i: int) -> list[Tensor | None]:
-        """The gradient with which the last stage's backward starts."""
-        loss = self._values[i]
-        assert loss is not None  # its forward came before, see schedule.validate
-        return [torch.ones_like(loss) * self._scale]  # of scale times the loss
-
-    def stop(self) -> None:
-        """Does nothing: nobody waits here."""
-
-    def total(self) -> Tensor:
-        """``scale`` times the losses, added in the order of the micro-batches."""
-        losses = [loss.detach() for loss in self._values if loss is not None]
-        return torch.stack(losses).sum() * self._scale
 
 
 class Dataflow:

@@ -45,13 +45,13 @@ from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .executor import Channel, Dataflow, LossFunction, channels
+from .executor import Channel, Dataflow, channels
 from .partition import _split_module, containers
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .step import SUMMED_BY_STAGES, hand_over, losses_of, new_dataflow, new_stages
+from .step import SUMMED_BY_STAGES, Losses, LossFunction, hand_over, new_stages
 from .streams import Copier, CopyingChannel
 from .worker import Crew, Queue
 
@@ -206,12 +206,11 @@ class Pipe(nn.Module):
         return {s: self._channel(s, s - 1) for s in stages}
 
     def _channel(self, source: int, target: int) -> Channel:
-        """Between two stages. It copies, unless one of them is the caller, both are on one device,
-        or no GPU has a part in it."""
+        """Between two stages. It copies if they are on two GPUs, and neither is the caller."""
         if not {source, target} <= {*range(len(self.devices))}:
             return Channel()
         ends = memory_of(self.devices[source]), memory_of(self.devices[target])
-        if ends[0] == ends[1] or all(end.type != "cuda" for end in ends):
+        if ends[0] == ends[1] or any(end.type != "cuda" for end in ends):
             return Channel()
         if ends not in self._copiers:  # one per pair of devices
             self._copiers[ends] = Copier(*ends)
@@ -273,10 +272,12 @@ class Pipe(nn.Module):
         refuse_hooks([("the Pipe", self)])
         refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES)
         with self._call(len(inputs)) as stages:
-            losses, n = losses_of(stages[-1], loss_fn, targets, scale), len(stages)
+            losses, n = Losses(stages[-1], loss_fn, targets, scale), len(stages)
             first = 0 if any(trained) else 1  # the first stage that hands on its input's gradient
             up, down = self._up(range(n)), self._down(range(first, n))
-            flow = new_dataflow(stages, inputs, losses, up, down, n, self.recorder)
+            for i, value in enumerate(inputs):
+                up[0].put(i, value)  # all at once: the channel holds them
+            flow = Dataflow(stages, {**up, n: losses}, {**down, n: losses}, self.recorder)
             _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
             with torch.enable_grad():
                 self.peak_alive, sums = self._run_backwards(stages, flow, by_clock)

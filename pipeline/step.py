@@ -1,28 +1,28 @@
-"""What both pipes do in a step: the stages they make for it, and the data flow between these.
+"""What both pipes have in a step beside its actions: new stages, the loss, the way into ``.grad``.
 
 `Pipe` has all stages, each on its worker; `ProcessPipe` those of one rank. They differ in their
-channels, in where random numbers come from, and in how gradients are brought to the parameters.
+channels, and in where random numbers come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from runtime.graph import Gradients
+from runtime.graph import Gradients, move
 from runtime.guards import refuse_hooks
 from runtime.randomness import OfProcess, OfThread
-from runtime.recorder import Recorder
 
-from .executor import Channel, Dataflow, Losses, LossFunction
 from .stage import Stage
 
+LossFunction = Callable[[Any, Any], Tensor]
 Ready = Callable[[Iterable[nn.Parameter]], None]
 """Called with parameters whose ``.grad`` is whole: a step adds nothing more to it."""
-
 
 SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
     "would see a part for each micro-batch, since the stages of a pipeline add these up: change "
@@ -56,25 +56,66 @@ def new_stages(
     return stages
 
 
-def new_dataflow(
-    stages: Sequence[Stage],
-    inputs: Iterable[Any],
-    end: Losses | Channel,
-    up: Mapping[int, Any],
-    down: Mapping[int, Any],
-    num_stages: int,
-    recorder: Recorder | None,
-) -> Dataflow:
-    """A step that is ready to run: the inputs wait for stage 0, if it is here.
+class Losses:
+    """The far end of both channels: the losses arrive here, and their gradients leave.
 
-    Args:
-        end: where the last stage's results go, if it is here.
-        up, down: the other channels around the stages, see `Dataflow`.
+    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
+    ``scale`` times their sum. The last ``stage`` computes it after its layers.
     """
-    flow = Dataflow(stages, {**up, num_stages: end}, {**down, num_stages: end}, recorder)
-    for i, value in enumerate(inputs):
-        flow.up[0].put(i, value)  # all at once: the channel holds them
-    return flow
+
+    def __init__(
+        self, stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
+    ) -> None:
+        # The targets are the caller's, perhaps on another device than the outputs. All are moved
+        # before anything is launched that a copy could wait for.
+        to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, stage.memory))
+        self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
+        self._scale = to_outputs(scale)
+        self._values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
+        stage.tail = self.of
+
+    def of(self, i: int, output: Any) -> Tensor:
+        """The `Stage.tail` of the last stage."""
+        loss = self._loss_fn(output, self._targets[i])
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {kind}: one number, the sum over its micro-batch, is needed, "
+                "e.g. cross_entropy(output, target, reduction='sum')"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            output_has_graph = any(
+                isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)
+            )
+            why = "loss_fn detaches the output, or computes outside torch"
+            if not output_has_graph:
+                why = (
+                    "the output of the last layer does not either. Every parameter is frozen, or a "
+                    "layer detaches what it returns, as checkpoint(use_reentrant=True) does if its "
+                    "input requires no grad: take use_reentrant=False"
+                )
+            raise RuntimeError(
+                f"the loss does not depend on anything that requires grad: {why}. To compute only "
+                "the loss, call loss_fn(pipe(x), target)"
+            )
+        return loss
+
+    def put(self, i: int, loss: Tensor) -> None:
+        self._values[i] = loss
+
+    def get(self, i: int) -> list[Tensor | None]:
+        """The gradient with which the last stage's backward starts."""
+        loss = self._values[i]
+        assert loss is not None  # its forward came before, see schedule.validate
+        return [torch.ones_like(loss) * self._scale]  # of scale times the loss
+
+    def stop(self) -> None:
+        """Does nothing: nobody waits here."""
+
+    def total(self) -> Tensor:
+        """``scale`` times the losses, added in the order of the micro-batches."""
+        losses = [loss.detach() for loss in self._values if loss is not None]
+        return torch.stack(losses).sum() * self._scale
 
 
 def hand_over(gradients: Gradients, ready: Ready = lambda _: None) -> None:
@@ -87,12 +128,3 @@ def hand_over(gradients: Gradients, ready: Ready = lambda _: None) -> None:
         else:
             p.grad += gradient
     ready(gradients)
-
-
-def losses_of(
-    stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
-) -> Losses:
-    """The losses of a step, which the last ``stage`` computes after its layers."""
-    losses = Losses(loss_fn, targets, scale, stage.memory)
-    stage.tail = losses.of
-    return losses

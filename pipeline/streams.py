@@ -7,10 +7,11 @@ streams of all devices. Work on one stream runs in launch order, so no event is 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
 nodes do. They first wait for that thread's current streams, which in the end wait for them.
 
-What a stage hands to another device goes through a `CopyingChannel`: a `Copier` copies it, on a
+What a stage hands to another GPU goes through a `CopyingChannel`: a `Copier` copies it, on a
 stream of each end. On compute streams a copy would wait for all that its receiver has launched, and
 what its sender launches next would wait for the copy. Activations and gradients go in opposite
-directions, over two copiers. The method is torchgpipe's (Kim et al., 2020):
+directions, over two copiers. (To and from the CPU, stages copy themselves.) The method is
+torchgpipe's (Kim et al., 2020):
 
     sender's compute      F0 ─┐ F1 ─┐ F2 ─┐            ┐ the copy waits for the event of its F alone
     copier                    └ c0 ┐└ c1 ┐└ c2 ┐
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,72 +66,52 @@ class Streams:
                 own.wait_stream(other)  # the GPU waits, not this thread
 
 
-@dataclass
-class Transfer:
-    """A value on its way to another device, and the event after which it is there."""
-
-    value: Any
-    arrived: Any
-    device: torch.device
-
-    def receive(self) -> Any:
-        """The value, for the current stream of the thread that calls. Only a CPU is waited for."""
-        if self.device.type == "cpu":
-            self.arrived.synchronize()
-            return self.value
-        stream = cuda.current_stream(self.device)
-        stream.wait_event(self.arrived)
-        for leaf in pytree.tree_leaves(self.value):
-            if isinstance(leaf, Tensor):
-                # Its memory belongs to the copier's stream, on which the next copy could take it as
-                # soon as it is freed here, where that only means: launched. Now it will wait for
-                # what this stream has been given by then.
-                leaf.record_stream(stream)
-        return self.value
-
-
 class Copier:
-    """Copies values from one device to another, at least one of them a GPU.
-
-    One thread sends and one receives. The streams last as long as the copier; an end on the CPU has
-    none.
-    """
+    """Copies values from one GPU to another. One thread sends and one receives. The streams, one on
+    each, last as long as the copier."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
-        self._streams = [cuda.Stream(end) for end in (source, target) if end.type == "cuda"]
+        self._streams = cuda.Stream(source), cuda.Stream(target)
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: Any) -> tuple[Any, cuda.Event | None]:
         """Launch the copy of ``value`` after what the current stream has been given so far; return
-        a `Transfer`. Tensors keep ``requires_grad``, and one at two places stays one.
+        the copy, and the event after which it is there. Tensors keep ``requires_grad``, and one at
+        two places stays one.
         """
         leaves, spec = pytree.tree_flatten(value)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         strided = all(t.layout == torch.strided for t in tensors.values())
         if not tensors or not strided:
-            return value
-        if self._source.type == "cuda":
-            self._streams[0].wait_stream(cuda.current_stream(self._source))
-        with ExitStack() as stack:
-            for stream in self._streams:  # a copy between GPUs uses the current streams of both
-                stack.enter_context(cuda.stream(stream))
+            return value, None
+        self._streams[0].wait_stream(cuda.current_stream(self._source))
+        with cuda.stream(self._streams[0]), cuda.stream(self._streams[1]):  # a copy uses both
             copies = {key: self._copy(t) for key, t in tensors.items()}
-            arrived = self._streams[-1].record_event()
+            arrived = self._streams[1].record_event()
         moved = [copies.get(id(leaf), leaf) for leaf in leaves]
-        return Transfer(pytree.tree_unflatten(moved, spec), arrived, self._target)
+        return pytree.tree_unflatten(moved, spec), arrived
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # To the CPU: into pinned memory, so that this thread need not wait.
         copy = tensor.detach().to(self._target, non_blocking=True)
-        if self._source.type == "cuda":
-            # The sender may free the tensor before the copy has run. Its memory then belongs to the
-            # compute stream, whose next kernel could take it: it will wait for the copy.
-            tensor.record_stream(self._streams[0])
+        # The sender may free the tensor before the copy has run. Its memory then belongs to the
+        # compute stream, whose next kernel could take it: it will wait for the copy.
+        tensor.record_stream(self._streams[0])
         return copy.requires_grad_(tensor.requires_grad)
+
+    def receive(self, value: Any, arrived: cuda.Event) -> None:
+        """Let the current stream wait for a copy."""
+        stream = cuda.current_stream(self._target)
+        stream.wait_event(arrived)
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                # Its memory belongs to the copier's stream, on which the next copy could take it as
+                # soon as it is freed here, where that only means: launched. Now it will wait for
+                # what this stream has been given by then.
+                leaf.record_stream(stream)
 
 
 class CopyingChannel(Channel):
-    """A channel to another device, over its copier."""
+    """A channel to another GPU, over its copier."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__()
@@ -142,5 +122,7 @@ class CopyingChannel(Channel):
 
     def get(self, i: int) -> Any:
         """Wait for micro-batch i, as the receiver's device does for its copy."""
-        value = super().get(i)
-        return value.receive() if isinstance(value, Transfer) else value
+        value, arrived = super().get(i)
+        if arrived is not None:
+            self._copier.receive(value, arrived)
+        return value

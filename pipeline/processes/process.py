@@ -43,12 +43,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import microbatch
-from pipeline.executor import Channel, Losses, LossFunction, channels
+from pipeline.executor import Channel, Dataflow, channels
 from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
-from pipeline.step import SUMMED_BY_STAGES, Ready, hand_over, losses_of, new_dataflow, new_stages
+from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess, StepSeed
@@ -182,7 +182,7 @@ class ProcessPipe:
             )  # fmt: skip
             end: Losses | Channel = Channel()
             if self._is_last:  # nobody else needs the targets
-                end = losses = losses_of(stages[-1], loss_fn, targets, scale)
+                end = losses = Losses(stages[-1], loss_fn, targets, scale)
             self._run(stages, inputs, lists, end)
             total: Tensor | None = None
             if self._is_last:
@@ -279,9 +279,12 @@ class ProcessPipe:
     ) -> None:
         """This rank's list. ``end``: what the last stage hands its results to."""
         inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
-        up = {**channels([0, *inside]), **self._neighbours.up}  # without stage 0 nobody takes 0
-        down = {**channels(inside), **self._neighbours.down}
-        flow = new_dataflow(stages, inputs, end, up, down, len(self.ranks), self.recorder)
+        first, n = Channel(), len(self.ranks)
+        for i, value in enumerate(inputs):
+            first.put(i, value)  # without stage 0 nobody takes them
+        up = {0: first, **channels(inside), **self._neighbours.up, n: end}
+        down = {**channels(inside), **self._neighbours.down, n: end}
+        flow = Dataflow(stages, up, down, self.recorder)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             flow.run(lists[self.rank])  # on the calling thread; layers seed their draws

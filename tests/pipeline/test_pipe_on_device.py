@@ -107,23 +107,6 @@ def test_what_is_handed_over_is_copied_on_streams_of_its_own(step: Step) -> None
 
 
 @on_device
-def test_a_cpu_stage_waits_for_its_own_micro_batch_alone() -> None:
-    """By the event behind its copy, and not for all that the GPU has been given. The gradients'
-    copies wait for pageable memory, on a stream on which nothing else is."""
-    x, y = batch(8)
-    layers, _ = split(tower(), ("cuda:0", "cpu:0"))
-    with Pipe(layers, split_size=2) as pipe:
-        x = x.to("cuda:0")
-        with watch() as seen:
-            pipe.train_step(x, y, square_error)
-    waits = {"event.synchronize": 4, "copy from the CPU, pageable": 4}
-    assert Counter(wait.why for wait in seen.waits) == waits
-    assert set(seen.streams) == {(0, 0)}
-    ends = [(c.source, c.target) for c in seen.copies if 0 in c.streams and any(c.streams)]
-    assert Counter(ends) == {("cuda:0", "cpu"): 4, ("cpu", "cuda:0"): 4}
-
-
-@on_device
 def test_a_backward_called_on_other_streams_computes_on_the_forwards() -> None:
     """And run_on_stages on those of its caller; nothing of it stays in the workers."""
     x, y = batch(4)
