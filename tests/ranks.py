@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import inspect
 import multiprocessing as mp
 import os
 import signal
@@ -112,7 +113,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connectio
             return
         end_groups()
         try:
-            inbox.send((True, function(rank, world_size, *args)))
+            inbox.send((True, inspect.unwrap(function)(rank, world_size, *args)))
         except BaseException:
             inbox.send((False, traceback.format_exc()))
             raise

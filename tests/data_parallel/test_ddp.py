@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from data_parallel.gradients import DistributedDataParallel
-from tests.ranks import Ranks, sharing
+from tests.ranks import sharing
+from tests.remote import on_ranks
 
 
 def _net(rank: int) -> nn.Module:
@@ -28,18 +29,16 @@ def _net(rank: int) -> nn.Module:
     return net
 
 
-def _begun(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_all_ranks_begin_with_the_values_of_rank_0(rank: int, _: int) -> None:
     net = _net(rank)
     DistributedDataParallel(net)
     got, want = ({n: t.tolist() for n, t in x.state_dict().items()} for x in (net, _net(0)))
     assert got == want
 
 
-def test_all_ranks_begin_with_the_values_of_rank_0(ranks: Ranks) -> None:
-    ranks.run(_begun)
-
-
-def _unequal(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) -> None:
     longer = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(1 + rank)])
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(rank == 0)
@@ -50,11 +49,11 @@ def _unequal(rank: int, _: int) -> None:
             DistributedDataParallel(net)
 
 
-def test_other_modules_on_other_ranks_are_refused_everywhere(ranks: Ranks) -> None:
-    ranks.run(_unequal)
-
-
-def _copied(rank: int, world_size: int, share: bool) -> None:
+@pytest.mark.parametrize("share", [True, False])
+@on_ranks(2)
+def test_a_copy_of_what_is_inside_is_wrapped_and_averages(
+    rank: int, world_size: int, share: bool
+) -> None:
     with sharing(share):
         ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double())
     with pytest.raises(TypeError, match=r"^memory that ranks share cannot be copied"):
@@ -64,8 +63,3 @@ def _copied(rank: int, world_size: int, share: bool) -> None:
     ddp.average_gradients()
     mean = (world_size + 1) / 2  # of 1, 2, ...
     assert ddp.module.weight.grad.tolist() == [[mean, mean]]
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_copy_of_what_is_inside_is_wrapped_and_averages(ranks: Ranks, share: bool) -> None:
-    ranks.run(_copied, share)

@@ -31,12 +31,15 @@ from tests.data_parallel.sharded_models import (
 )
 from tests.odd_layers import FEATURES, ODD, linear
 from tests.pipeline.pipeline_models import Call, assert_close, gradients
-from tests.ranks import Ranks, sharing
+from tests.ranks import sharing
+from tests.remote import on_ranks
 
 
-def _by_hand(rank: int, _: int) -> list[tuple[str, int, int]]:
-    """The calls of the course, without train_step; an evaluation in between. The parameters that
-    this rank has a part of."""
+@on_ranks(2)
+def test_the_calls_of_the_course(rank: int, _: int) -> None:
+    """Without train_step; an evaluation in between. A cache line holds 8 numbers of a block: norm 6
+    and 6 at 0 and 8, wide.weight 222 at 16, wide.bias 37 at 240, narrow.weight 222 at 280,
+    narrow.bias 6 at 504: 512, cut at 256."""
     fsdp, (x, target), first = sharded(), batch(0, HALVES[rank]), dict(tied().named_parameters())
     (output,), (wanted,), weights = one_process(steps=1)
     local = fsdp.get_local_info(1)
@@ -52,22 +55,19 @@ def _by_hand(rank: int, _: int) -> list[tuple[str, int, int]]:
     fsdp.optimizer_step()
     fsdp.optimizer_step()  # without gradients: nothing happens
     assert_close(whole(fsdp, "parameters"), weights)
-    return [(piece.name, piece.offset, len(piece.tensor)) for piece in local]
-
-
-def test_the_calls_of_the_course(ranks: Ranks) -> None:
-    """A cache line holds 8 numbers of a block: norm 6 and 6 at 0 and 8, wide.weight 222 at 16,
-    wide.bias 37 at 240, narrow.weight 222 at 280, narrow.bias 6 at 504: 512, cut at 256."""
-    assert ranks.run(_by_hand) == [
+    by_rank = [
         [
             ("1.norm.weight", 0, 6), ("1.norm.bias", 0, 6),
             ("1.wide.weight", 0, 222), ("1.wide.bias", 0, 16),
         ],
         [("1.wide.bias", 16, 21), ("1.narrow.weight", 0, 222), ("1.narrow.bias", 0, 6)],
     ]  # fmt: skip
+    assert [(piece.name, piece.offset, len(piece.tensor)) for piece in local] == by_rank[rank]
 
 
-def _buffers(rank: int, _: int, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2)
+def test_buffers_are_those_of_rank_0_or_filled_by_name(rank: int, _: int, device: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(DTYPE).to(device)
     want = {name: b.clone() for name, b in layers.named_buffers()}
     for name, b in layers.named_buffers():
@@ -78,11 +78,6 @@ def _buffers(rank: int, _: int, device: str) -> None:
     FullyShardedDataParallel(layers, SGD, init=fill)
     torch.testing.assert_close(dict(layers.named_buffers()), want, rtol=0, atol=0)
     assert all(p.is_meta for p in layers.parameters())  # no rank keeps a parameter whole
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks, device: str) -> None:
-    ranks.run(_buffers, device)
 
 
 class Own(nn.Module):
@@ -144,7 +139,9 @@ REFUSED = {
 }
 
 
-def _trained(rank: int, _: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+@on_ranks(2)
+def test_what_layers_hand_on_has_its_gradient_or_is_refused(rank: int, _: int, kind: str) -> None:
     """The gradients are those of one process, or there is an error."""
     models: list[Any] = [filled(nn.Sequential(linear(), *LAYERS[kind]())) for _ in range(2)]
     shapes = [(2 + r, 2, FEATURES) for r in range(2)]  # B T C, by rank
@@ -164,18 +161,14 @@ def _trained(rank: int, _: int, kind: str) -> None:
     assert_close(whole(fsdp, "gradients"), wanted)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_what_layers_hand_on_has_its_gradient_or_is_refused(ranks: Ranks, kind: str) -> None:
-    ranks.run(_trained, kind)
-
-
 def test_integers_are_not_gathered_in_another_type() -> None:
     numbers = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.cfloat)]
     made = [Unit(0, (), [("w", nn.Parameter(n, False))], 2, torch.bfloat16) for n in numbers]
     assert [u.compute_dtype for u in made] == [torch.bfloat16, torch.int32, torch.cfloat]
 
 
-def _mistakes(_: int, _world: int) -> None:
+@on_ranks(2)
+def test_mistakes(_: int, _world: int) -> None:
     def make(layer: nn.Module, **options: Any) -> Any:
         return FullyShardedDataParallel([layer], SGD, **options)
 
@@ -202,7 +195,3 @@ def _mistakes(_: int, _world: int) -> None:
     fsdp.layers[0].module.weight.register_hook(lambda g: g * 2)
     with pytest.raises(ValueError, match=of_a_hook):
         fsdp.forward(x)
-
-
-def test_mistakes(ranks: Ranks) -> None:
-    ranks.run(_mistakes)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.buffers import Pool, SharedBuffers
-from tests.ranks import Ranks, sharing
+from tests.ranks import sharing
+from tests.remote import on_ranks
 
 LAYERS, WIDTH = 6, 32
 LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
@@ -37,8 +38,22 @@ def _step(fsdp: FullyShardedDataParallel) -> None:
     fsdp.optimizer_step()
 
 
-def _held(_: int, _world: int, zero: int, share: bool) -> tuple[list[int], int]:
-    """And the bytes that were allocated to be lent."""
+@pytest.mark.parametrize(
+    ("zero", "share", "parameters", "gradients", "layers_lent"),
+    [
+        (2, True, ALL, ALL // 2, 2),
+        (2, False, ALL, ALL // 2, 1),
+        (3, True, ALL // 2, ALL // 2, 3),
+        (3, False, ALL // 2, ALL // 2, 3),
+    ],
+)
+@on_ranks(2)
+def test_bytes(
+    _: int, _world: int, zero: int, share: bool, parameters: int, gradients: int, layers_lent: int
+) -> None:
+    """AdamW has two moments, and a number per unit: its steps. Lent are layers: gathered, on its
+    way, gradients on their way. In shared memory none is on its way, but others read the gradients
+    of the layer before."""
     with sharing(share):
         fsdp = _make(_layers(), zero=zero)
     for _again in range(3):
@@ -48,26 +63,8 @@ def _held(_: int, _world: int, zero: int, share: bool) -> tuple[list[int], int]:
     idle = [memory for pool in pools for same in pool._idle.values() for memory in same]
     if isinstance(buffers, SharedBuffers):
         idle += buffers._being_read
-    return list(fsdp.held_bytes().values()), sum(memory.nbytes for memory in idle)
-
-
-@pytest.mark.parametrize(
-    ("zero", "share", "parameters", "gradients", "lent"),
-    [
-        (2, True, ALL, ALL // 2, 2),
-        (2, False, ALL, ALL // 2, 1),
-        (3, True, ALL // 2, ALL // 2, 3),
-        (3, False, ALL // 2, ALL // 2, 3),
-    ],
-)
-def test_bytes(
-    ranks: Ranks, zero: int, share: bool, parameters: int, gradients: int, lent: int
-) -> None:
-    """On two ranks. AdamW has two moments, and a number per unit: its steps. Lent are layers:
-    gathered, on its way, gradients on their way. In shared memory none is on its way, but others
-    read the gradients of the layer before."""
-    held = [parameters, gradients, ALL + 4 * LAYERS]
-    assert ranks.run(_held, zero, share) == [(held, lent * LAYER)] * 2
+    assert list(fsdp.held_bytes().values()) == [parameters, gradients, ALL + 4 * LAYERS]
+    assert sum(memory.nbytes for memory in idle) == layers_lent * LAYER
 
 
 class _Watch:
@@ -101,22 +98,6 @@ class _Watch:
         return nullcontext()
 
 
-def _order(rank: int, _: int, share: bool) -> list[str]:
-    """An embedding and three layers, of which the last has its weight: three units. The first rank
-    has no example."""
-    layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers(3)]
-    layers[-1].weight = layers[0].weight
-    with sharing(share):
-        fsdp = _make(layers)
-    watch = _Watch(fsdp)
-    assert isinstance(fsdp.buffers, SharedBuffers) == share
-    inputs = [torch.tensor([1])] * 2 * rank
-    fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
-    fsdp.optimizer_step()
-    assert [i for i, _ in groupby(watch.microbatches)] == [-1, 0, 1, -1]
-    return watch.events
-
-
 AHEAD = """
 all_reduce -1
 send for 0, all_gather 0, send for 1, F 0
@@ -142,19 +123,33 @@ reduce_scatter -1, barrier -1, optimizer -1, barrier -1"""
 
 
 @pytest.mark.parametrize(("share", "text"), [(False, AHEAD), (True, WHEN_NEEDED)])
+@on_ranks(2)
 def test_the_next_layer_is_sent_for_before_this_one_computes(
-    ranks: Ranks, share: bool, text: str
+    rank: int, _: int, share: bool, text: str
 ) -> None:
     """Two micro-batches: gradients leave before the backward of the layer below. Shared memory
-    is read when it is needed. Backward does not gather the embedding. A rank without examples does
-    all but compute."""
+    is read when it is needed. An embedding and three layers, of which the last has its weight:
+    three units; backward does not gather the embedding. The first rank has no example, and does all
+    but compute."""
+    layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers(3)]
+    layers[-1].weight = layers[0].weight
+    with sharing(share):
+        fsdp = _make(layers)
+    watch = _Watch(fsdp)
+    assert isinstance(fsdp.buffers, SharedBuffers) == share
+    inputs = [torch.tensor([1])] * 2 * rank
+    fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
+    fsdp.optimizer_step()
+    assert [i for i, _ in groupby(watch.microbatches)] == [-1, 0, 1, -1]
     first, *microbatch, last = text.strip().split("\n")
     order = ", ".join([first, *microbatch, *microbatch, last]).split(", ")
-    without = [event for event in order if event[0] not in "FB"]
-    assert ranks.run(_order, share) == [without, order]
+    assert watch.events == [event for event in order if rank or event[0] not in "FB"]
 
 
-def _asked_for(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_no_rank_makes_the_whole_model(rank: int, _: int) -> None:
+    """A rank asks for the parameters it has a part of, one at a time: the weight's 1024 elements,
+    with the bias 1056, are cut at 528."""
     asked: dict[str, int] = {}  # bytes of what is filled, by name
 
     def init(name: str, tensor: Tensor) -> None:
@@ -167,13 +162,10 @@ def _asked_for(rank: int, _: int) -> None:
     assert asked == (first | {"0.bias": WIDTH * 4, "1.bias": WIDTH * 4} if rank else first)
 
 
-def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
-    """A rank asks for the parameters it has a part of, one at a time: the weight's 1024 elements,
-    with the bias 1056, are cut at 528."""
-    ranks.run(_asked_for)
-
-
-def _gathered(_: int, _world: int) -> None:
+@on_ranks(2)
+def test_on_a_gpu_a_graph_keeps_no_gathered_layer(_: int, _world: int) -> None:
+    """Memory is not pooled there. The last layer stays, since its backward comes next; the others
+    are gathered twice, and each has a gradient."""
     made: list[Tensor] = []
 
     def allocate(nbytes: int) -> Tensor:
@@ -191,9 +183,3 @@ def _gathered(_: int, _world: int) -> None:
     fsdp.optimizer_step()
     for unit, other in zip(fsdp.units, plain.units, strict=True):
         assert torch.equal(unit.shard, other.shard)
-
-
-def test_on_a_gpu_a_graph_keeps_no_gathered_layer(ranks: Ranks) -> None:
-    """Memory is not pooled there. The last layer stays, since its backward comes next; the others
-    are gathered twice, and each has a gradient."""
-    ranks.run(_gathered)

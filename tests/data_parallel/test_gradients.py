@@ -17,6 +17,7 @@ from data_parallel.gradients import GradientBuckets, average_gradients, average_
 from runtime.shared_memory import sum_into
 from tests.pipeline.pipeline_models import gradients
 from tests.ranks import Ranks, sharing
+from tests.remote import on_ranks
 
 # How far from the mean, relative to the largest of a tensor: roundings to 53 bits, or to 8.
 WAYS = {
@@ -130,24 +131,26 @@ def test_a_group_may_be_smaller_than_the_world(three_ranks: Ranks) -> None:
     assert three_ranks.run(_of_two) == [[], of_a_rank, of_a_rank]
 
 
-def _grouped(_: int, _world_size: int) -> list[list[int]]:
-    """The elements of each bucket: small, a byte too small for two, exactly two, one apart."""
+@on_ranks(2)
+def test_how_parameters_are_grouped(_: int, _world_size: int) -> None:
+    """In 8 bytes each, from the last: odd, narrow, wide, sparse, embed, never; and one of another
+    type. Buckets are small, a byte too small for two, exactly two, and one is apart."""
     net = Net()
     options: list[dict[str, Any]] = [{"bucket_bytes": n} for n in (1, 335, 336)]
     options.append({"apart": [net.wide.bias]})
     made = [GradientBuckets(net.parameters(), **each) for each in options]
-    return [[len(bucket.gradients) for bucket in buckets.buckets] for buckets in made]
-
-
-def test_how_parameters_are_grouped(ranks: Ranks) -> None:
-    """In 8 bytes each, from the last: odd, narrow, wide, sparse, embed, never; and one of another
-    type."""
+    found = [[len(bucket.gradients) for bucket in buckets.buckets] for buckets in made]
     each = [6, 36, 6, 222, 37, 222, 66, 66, 3, 4]
     want = [each, each, [6 + 36, *each[2:]], [sum(each) - 37 - 4, 4, 37]]
-    assert ranks.run(_grouped) == [want] * 2
+    assert found == want
 
 
-def _recorded(rank: int, _: int, share: bool) -> list[Any]:
+@pytest.mark.parametrize("share", [True, False])
+@on_ranks(2)
+def test_buckets_leave_while_backward_runs(rank: int, _: int, share: bool) -> None:
+    """A recorder is told of each, in their order: of one that travels, from then on; of one that
+    others read, when it is averaged. The last have parameters without a gradient. Gradients are
+    views of them, so a second backward must not begin before the first is over."""
     net, told = Net(), []
     with sharing(share):
         buckets = GradientBuckets(
@@ -160,19 +163,12 @@ def _recorded(rank: int, _: int, share: bool) -> list[Any]:
     middle = time.perf_counter()
     buckets.finish()
     memory = {bucket.flat.untyped_storage().data_ptr() for bucket in buckets.buckets}
-    used = [p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None]
+    used = {p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}
     early = [start < middle for kind, _, _, start, _ in told if kind == "all_reduce"]
-    return [not buckets._buffers.overlaps, {*used} <= memory, [event[:3] for event in told], early]
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
-    """A recorder is told of each, in their order: of one that travels, from then on; of one that
-    others read, when it is averaged. The last have parameters without a gradient. Gradients are
-    views of them, so a second backward must not begin before the first is over."""
     events = [("all_reduce", i, -1) for i in range(10)] + [("barrier", -1, -1)] * share
-    want = [share, True, events, [not share] * 8 + [False] * 2]
-    assert ranks.run(_recorded, share) == [want] * 2
+    assert buckets._buffers.overlaps is not share and used <= memory
+    assert [event[:3] for event in told] == events
+    assert early == [not share] * 8 + [False] * 2
 
 
 def test_a_sum_may_replace_any_of_its_parts() -> None:

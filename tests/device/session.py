@@ -7,7 +7,6 @@ process. It can start ranks (`ranks`), which have the device, too.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import gc
 import inspect
 import multiprocessing as mp
@@ -92,19 +91,3 @@ class Device:
         self._process.join(5.0)
         self._process.kill()
         self._process.join()
-
-
-def on_device(test: Callable[..., None]) -> Callable[..., None]:
-    """A test whose body runs in the process of the `device` fixture."""
-
-    @functools.wraps(test)
-    def run(*, device: Device, **arguments: Any) -> None:
-        device.run(run, *(arguments[name] for name in names))  # unwrapped there
-
-    signature = inspect.signature(test)
-    names = list(signature.parameters)
-    needed = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY)
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), needed]
-    )
-    return run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.device.seen import watch
-from tests.device.session import on_device
+from tests.remote import on_device
 
 
 @on_device

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from runtime import waits
-from tests.device.session import on_device
 from tests.equivalence.compare import laid_out
 from tests.equivalence.table import find
+from tests.remote import on_device
 from training.launch.world import World
 from training.loop import train
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from runtime.mixed import mixed
 from tests.device.seen import watch
-from tests.device.session import NCCL, on_device, ranks
+from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
+from tests.remote import on_device
 from training.checkpoint import Saver
 from training.launch.world import World
 from training.layouts.layout import parameters_of

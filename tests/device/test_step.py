@@ -21,8 +21,9 @@ from data_parallel import gradients
 from project.train import parse_train, train_rank
 from runtime import buffers
 from tests.device.seen import Seen, watch
-from tests.device.session import on_device, ranks
+from tests.device.session import ranks
 from tests.equivalence.problems import Sentences
+from tests.remote import on_device
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup, setup_of
 from training.layouts.replicated import Replicated

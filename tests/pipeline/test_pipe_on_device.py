@@ -15,7 +15,6 @@ from pipeline.replicas import place_layers
 from runtime.graph import memory_of
 from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
-from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
     STEPS,
     Step,
@@ -26,6 +25,7 @@ from tests.pipeline.pipeline_models import (
     tower,
 )
 from tests.pipeline.test_plain_programs import is_refused, trains_as_in_plain_pytorch
+from tests.remote import on_device
 
 PLACES = (
     ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0", "cuda:1"), ("cpu:0", "cuda:0"),

@@ -11,6 +11,7 @@ import torch
 
 from tests.project.programs import KINDS, TINY, VGG, Tamper, on_rank
 from tests.ranks import Ranks
+from tests.remote import on_ranks
 from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError
 from training.launch.world import World
@@ -67,15 +68,12 @@ def test_ranks_that_differ_end_the_run(ranks: Ranks) -> None:
     assert not Path("host0/options.json").exists()  # before it begins
 
 
-def one_has_a_gpu(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_devices_of_one_type(rank: int, world_size: int) -> None:
+    """Some would wait for shared memory, and others for NCCL."""
     world = World(rank, world_size, device=torch.device("cuda" if rank else "cpu"))
     with pytest.raises(RunError, match=r"^not the same on all ranks: the type of device \(rank 1"):
         check_same(world, {"--seed": b"0"})
-
-
-def test_devices_of_one_type(ranks: Ranks) -> None:
-    """Some would wait for shared memory, and others for NCCL."""
-    ranks.run(one_has_a_gpu)
 
 
 def test_hosts_need_no_common_folder(ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.communicator import Communicator
 from tests import ranks as processes
+from tests.remote import on_ranks
 
 
 def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
@@ -47,17 +48,14 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
-def uneven(_rank: int, _world_size: int, share: bool) -> None:
-    with processes.sharing(share), pytest.raises(ValueError, match="is not a multiple of 3"):
-        Communicator(torch.distributed.group.WORLD).reduce_scatter(torch.ones(3, 4), 1)
-
-
 @pytest.mark.parametrize("share", [True, False])
+@on_ranks(3)
 def test_a_sum_that_cannot_be_scattered_evenly_is_refused(
-    three_ranks: processes.Ranks, share: bool
+    _rank: int, _world_size: int, share: bool
 ) -> None:
     """Two of two columns for three ranks: their rows together can be divided by three."""
-    three_ranks.run(uneven, share)
+    with processes.sharing(share), pytest.raises(ValueError, match="is not a multiple of 3"):
+        Communicator(torch.distributed.group.WORLD).reduce_scatter(torch.ones(3, 4), 1)
 
 
 def rows_exchanged(rank: int, size: int, share: bool) -> list[list[list[int]]]:
@@ -91,14 +89,11 @@ OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
 }
 
 
-def apart(rank: int, _: int, what: str) -> None:
+@pytest.mark.parametrize("what", OTHER_CALLS)
+@on_ranks(3)
+def test_ranks_that_make_other_calls_are_told(rank: int, _: int, what: str) -> None:
+    """A tensor of another type has as many bytes."""
     mine, x = Communicator(torch.distributed.group.WORLD), torch.ones(4)
     mine.all_reduce(x)
     with pytest.raises(RuntimeError, match="the ranks diverged: all must make the same calls"):
         OTHER_CALLS[what](mine, x, rank)
-
-
-@pytest.mark.parametrize("what", OTHER_CALLS)
-def test_ranks_that_make_other_calls_are_told(three_ranks: processes.Ranks, what: str) -> None:
-    """A tensor of another type has as many bytes."""
-    three_ranks.run(apart, what)

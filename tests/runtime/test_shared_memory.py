@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from runtime.shared_memory import SharedMemory
-from tests.ranks import Ranks
+from tests.remote import on_ranks
 from training.options import WEEKS
 
 
@@ -19,7 +19,8 @@ def opened(group: dist.ProcessGroup | None = None) -> SharedMemory:
     return memory
 
 
-def announce(rank: int, _world_size: int) -> None:
+@on_ranks(3)
+def test_announcements_are_compared_in_order(rank: int, _world_size: int) -> None:
     """Twice before the first is waited for; the last one differs on rank 2. Programs take no longer
     time-out than this one."""
     memory = opened(dist.new_group(timeout=timedelta(seconds=WEEKS)))
@@ -29,11 +30,8 @@ def announce(rank: int, _world_size: int) -> None:
         memory.announce("sum", rank == 2)()
 
 
-def test_announcements_are_compared_in_order(three_ranks: Ranks) -> None:
-    three_ranks.run(announce)
-
-
-def one_ends(rank: int, _world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_has_ended_is_named(rank: int, _world_size: int) -> None:
     memory = opened()
     if rank == 1:
         del memory  # as its process does when it ends
@@ -44,7 +42,8 @@ def one_ends(rank: int, _world_size: int) -> None:
     dist.barrier()
 
 
-def one_says_nothing(rank: int, _world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_silent_is_named(rank: int, _world_size: int) -> None:
     memory = opened(dist.new_group(timeout=timedelta(minutes=1)))
     assert memory.group is not None
     memory.group.set_timeout(timedelta(seconds=0.2))  # as the loop does after the first step
@@ -55,7 +54,8 @@ def one_says_nothing(rank: int, _world_size: int) -> None:
     dist.barrier()
 
 
-def one_hears_nothing(rank: int, _world_size: int) -> None:
+@on_ranks(2)
+def test_a_pipe_that_is_full_is_waited_for_no_longer(rank: int, _world_size: int) -> None:
     """As it is stopped, and a step of the other has more buckets than a pipe holds."""
     memory = opened(dist.new_group(timeout=timedelta(minutes=1)))
     assert memory.group is not None
@@ -65,12 +65,3 @@ def one_hears_nothing(rank: int, _world_size: int) -> None:
             for _ in range(100_000):
                 memory.announce()
     dist.barrier()
-
-
-def test_a_pipe_that_is_full_is_waited_for_no_longer(ranks: Ranks) -> None:
-    ranks.run(one_hears_nothing)
-
-
-def test_a_rank_that_is_lost_is_named(three_ranks: Ranks) -> None:
-    three_ranks.run(one_ends)
-    three_ranks.run(one_says_nothing)

@@ -17,6 +17,7 @@ from planning.simulate import Simulator, Work
 from runtime.communicator import Communicator
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests import ranks as processes
+from tests.remote import on_ranks
 
 
 class Products(TorchDispatchMode):
@@ -83,17 +84,12 @@ def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
     assert Simulator(zero_bubble(4, 16)).run(work).span == 51 * each["F"]
 
 
-def with_a_frozen_weight(_rank: int, _world_size: int) -> tuple[int, Tensor | None]:
-    """The products of a backward, and the gradient of the bias."""
+@on_ranks(2)
+def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(_rank: int, _world: int) -> None:
     weight = nn.Parameter(torch.rand(8, 4), requires_grad=False)
     ranks, bias = Communicator(torch.distributed.group.WORLD), nn.Parameter(torch.rand(4))
     y = ColumnParallelLinear(weight, ranks, False, bias)(torch.rand(2, 6, 8, requires_grad=True))
     with Products() as products:
         y.sum().backward()
-    return products.count, bias.grad
-
-
-def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(ranks: processes.Ranks) -> None:
-    for count, of_bias in ranks.run(with_a_frozen_weight):
-        assert count == 1  # of the input
-        assert of_bias is not None and of_bias.tolist() == [12.0] * 4
+    assert products.count == 1  # of the input
+    assert bias.grad is not None and bias.grad.tolist() == [12.0] * 4

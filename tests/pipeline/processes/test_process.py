@@ -37,6 +37,7 @@ from tests.pipeline.pipeline_models import (
     tower,
 )
 from tests.ranks import Ranks, sharing
+from tests.remote import on_ranks
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
@@ -184,10 +185,11 @@ def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_wei
     assert ranks.run(_recorded, sched.zero_bubble) == [first, halves]
 
 
-def _kept_for_sending(rank: int, _: int) -> dict[Any, int]:
-    """The most messages of a kind whose memory is kept for sending, by how bodies travel, and by
-    the number of micro-batches."""
-    groups, most = [dist.new_group() for _ in range(2)], dict[Any, int]()
+@on_ranks(2)
+def test_memory_of_messages_does_not_grow_with_the_micro_batches(rank: int, _: int) -> None:
+    """However bodies travel. The first stage holds two micro-batches; a third message of a kind is
+    kept while one is waited for."""
+    groups = [dist.new_group() for _ in range(2)]
     for apart in (False, True):
         with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
             link: Any = pipe._neighbours.links[1 - rank]
@@ -198,8 +200,7 @@ def _kept_for_sending(rank: int, _: int) -> dict[Any, int]:
                 for channel, sends in kept.items():
                     channel._sends = sends
                 pipe.train_step(*batch(16), square_error, "1f1b", m)
-                most[apart, m] = max(sends.most for sends in kept.values())
-    return most
+                assert max(sends.most for sends in kept.values()) == 3, (apart, m)
 
 
 class _Counting(deque[Any]):
@@ -210,12 +211,6 @@ class _Counting(deque[Any]):
     def append(self, entry: Any) -> None:
         super().append(entry)
         self.most = max(self.most, len(self))
-
-
-def test_memory_of_messages_does_not_grow_with_the_micro_batches(ranks: Ranks) -> None:
-    """The first stage holds two micro-batches; a third message is kept while one is waited for."""
-    for most in ranks.run(_kept_for_sending):
-        assert set(most.values()) == {3}, most
 
 
 def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
@@ -250,9 +245,13 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
             assert_close(found, expected)
 
 
-def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
-    """Two replicas of one stage: whether the exchange of each bucket, which has one parameter,
-    started before the last backward ended; and the mean gradients."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
+@on_ranks(2)
+def test_replicas_exchange_gradients_while_the_last_backward_runs(
+    rank: int, _: int, schedule: str
+) -> None:
+    """Two replicas of one stage, layer by layer, each when its own part of the backward has ended.
+    A bucket has one parameter."""
     mesh, events = make_mesh({"dp": 2}, 20.0), list[Any]()
     x, y = (t.chunk(2)[rank] for t in batch(8))
 
@@ -268,19 +267,10 @@ def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
         buckets.finish()
         last = max(end for kind, *_, end in events if kind in "BW")
         early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
-        return early, take_gradients(pipe)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
-def test_replicas_exchange_gradients_while_the_last_backward_runs(
-    ranks: Ranks, schedule: str
-) -> None:
-    """Layer by layer, each when its own part of the backward has ended."""
-    sums = in_one_process(tower(), *batch(8))
-    mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
-    for early, found in ranks.run(_averaging, schedule):
+        sums = in_one_process(tower(), *batch(8))
+        mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
         assert early == [True] * len(mean)
-        assert_close(found, mean)
+        assert_close(take_gradients(pipe), mean)
 
 
 def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:

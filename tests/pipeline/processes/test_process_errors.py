@@ -26,6 +26,7 @@ from pipeline.processes.messages import Message, Received
 from pipeline.processes.process import ProcessPipe
 from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
 from tests.ranks import Ranks
+from tests.remote import on_ranks
 from tests.training.test_checkpoint import Touch
 
 SOON = 10.0  # seconds; the time-out of the pipes is 30
@@ -187,7 +188,11 @@ def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) 
     assert not touched.exists()
 
 
-def _talk(rank: int, _: int, apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(2)
+def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
+    rank: int, _: int, apart: bool
+) -> None:
     """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
     groups = [dist.new_group() for _ in range(2)] if apart else []  # as between GPUs
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
@@ -214,43 +219,30 @@ def _talk(rank: int, _: int, apart: bool) -> None:
                 wait_for(link.send("nobody", 0, "reads this"))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
-    ranks: Ranks, apart: bool
-) -> None:
-    ranks.run(_talk, apart)
-
-
-def _transfers(rank: int, _: int) -> list[int]:
-    """The sizes of the transfers of rank 0's messages, which have 1,000 to 16,000 numbers."""
-    sizes = []
+@on_ranks(2)
+def test_a_message_like_the_one_before_is_one_transfer(rank: int, _: int) -> None:
+    """And two after one that was shorter: both ends expect what they have seen. Messages have 1,000
+    to 16,000 numbers."""
+    transfers = []
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
         for k, thousands in enumerate((1, 1, 4, 4, 16, 1, 15)):
             x = torch.ones(thousands, 1000, dtype=torch.float64)
             if rank == 0:
                 sends = link.send("x", k, x)
-                sizes.append(len(sends))
+                transfers.append(len(sends))
                 for work, _memory in sends:
                     work.wait()
             else:
                 assert link.receive("x", k).equal(x)
-    return sizes
+    assert transfers == ([] if rank else [2, 1, 2, 1, 2, 1, 2])
 
 
-def test_a_message_like_the_one_before_is_one_transfer(ranks: Ranks) -> None:
-    """And two after one that was shorter: both ends expect what they have seen."""
-    assert ranks.run(_transfers)[0] == [2, 1, 2, 1, 2, 1, 2]
-
-
-def _silence(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_a_neighbour_that_is_silent_is_not_waited_for_longer(rank: int, _: int) -> None:
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         pipe._neighbours._groups[0].set_timeout(timedelta(seconds=0.2))
         if rank == 0:
             with pytest.raises(PeerError, match=r"^waiting for what .* rank 1 to rank 0: it has "):
                 pipe._neighbours.from_last(None)
         dist.barrier()
-
-
-def test_a_neighbour_that_is_silent_is_not_waited_for_longer(ranks: Ranks) -> None:
-    ranks.run(_silence)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from runtime.cores import core_slice, cpu_quota, pin, quota_note
 from tests.ranks import Ranks
+from tests.remote import on_ranks
 from tests.training import programs
 from tests.warm import run_warm
 from training.launch import launch as launcher
@@ -150,17 +151,14 @@ def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
 
 
-def _apart(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_ranks_do_apart_has_a_group_of_its_own(rank: int, world_size: int) -> None:
+    """They may do it while they do something else together."""
     apart = World(rank, world_size).apart(30.0)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
         apart.on_main(lambda: None)
     groups = {call.kwargs.get("group", call.args[-1]) for call in called.mock_calls}
     assert groups == {apart.group} != {None}
-
-
-def test_what_ranks_do_apart_has_a_group_of_its_own(ranks: Ranks) -> None:
-    """They may do it while they do something else together."""
-    ranks.run(_apart)
 
 
 def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(

@@ -23,7 +23,8 @@ from runtime.shared_memory import add_up, sum_into
 from tests.equivalence.compare import rectangles, same_places
 from tests.equivalence.plain import plain
 from tests.equivalence.problems import Sentences
-from tests.ranks import Ranks, sharing
+from tests.ranks import sharing
+from tests.remote import on_ranks
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.layouts.layout import Setup
@@ -69,7 +70,17 @@ def reference() -> Any:
     return {key: value for key, value in found.items() if key[0] == "gradient"}
 
 
-def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequence: bool) -> None:
+@pytest.mark.parametrize(
+    ("pp", "tp", "zero", "sequence"),
+    [
+        (2, 1, 0, False), (2, 1, 1, False), (1, 2, 0, False), (1, 2, 1, False), (1, 2, 1, True),
+        (1, 2, 3, False), (1, 3, 0, True),
+    ],
+)  # fmt: skip
+@on_ranks(6)
+def test_copies_stay_equal_in_whatever_order_groups_add(
+    rank: int, world_size: int, pp: int, tp: int, zero: int, sequence: bool
+) -> None:
     """Raises RunError if the gradients of copies differ in one of two steps. (In the weights their
     last bits show later.)"""
     world = World(rank, world_size)
@@ -91,23 +102,3 @@ def compare_copies(rank: int, world_size: int, pp: int, tp: int, zero: int, sequ
                 wanted = same_places(reference(), found).items()
                 torch.testing.assert_close(found, {key: value for key, value in wanted if value})
         model.close()
-
-
-@pytest.fixture(scope="module")
-def six_ranks() -> Iterator[Ranks]:
-    world = Ranks(6)
-    yield world
-    world.close()
-
-
-@pytest.mark.parametrize(
-    ("pp", "tp", "zero", "sequence"),
-    [
-        (2, 1, 0, False), (2, 1, 1, False), (1, 2, 0, False), (1, 2, 1, False), (1, 2, 1, True),
-        (1, 2, 3, False), (1, 3, 0, True),
-    ],
-)  # fmt: skip
-def test_copies_stay_equal_in_whatever_order_groups_add(
-    six_ranks: Ranks, pp: int, tp: int, zero: int, sequence: bool
-) -> None:
-    six_ranks.run(compare_copies, pp, tp, zero, sequence)
