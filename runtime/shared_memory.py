@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .waits import time_out_of
+
 ELEMENTS_AT_ONCE = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
@@ -171,9 +173,7 @@ class SharedMemory:
 
     def _wait(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
-        members: Any = self.group or dist.group.WORLD
-        options = members._get_backend(torch.device("cpu")).options
-        seconds = options._timeout.total_seconds()  # that a rank of the group waits for another
+        seconds = time_out_of(self.group).total_seconds()
         poll = select.poll()
         poll.register(pipe, event)
         if not poll.poll(1000 * seconds):

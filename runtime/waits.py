@@ -19,6 +19,13 @@ def set_timeouts(seconds: float) -> None:
             group.set_timeout(timedelta(seconds=seconds))
 
 
+def time_out_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long a rank waits for another of this group, gloo's."""
+    members: Any = group or dist.group.WORLD
+    time_out: timedelta = members._get_backend(torch.device("cpu")).options._timeout
+    return time_out
+
+
 def control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Where to exchange numbers that the host needs: on the CPU, so that it does not wait for its
     GPU, if the group has CPUs (gloo, or cpu:gloo,cuda:nccl); else on `device`."""

@@ -39,14 +39,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.shared_memory import aligned
+from runtime.waits import time_out_of
 
 from .messages import Message, Received
 
 _START = struct.Struct("<qqqq")  # lengths of head and body; kind, micro-batch
 _FIRST_SIZE = 4096  # bytes expected of the first message of a stream
 
-InFlight = tuple[dist.Work, Tensor]
-"""A transfer under way, and its memory."""
+InFlight = tuple[dist.Work, Tensor, dist.ProcessGroup]
+"""A transfer under way, its memory, and its group."""
 
 
 class PeerError(dist.DistError):
@@ -95,10 +96,11 @@ class Link:
         message.write(body)  # before its transfer starts
         first, rest = envelope[: stream.size_out], envelope[stream.size_out : size]
         stream.size_out = _next_size(size, stream.size_out)
+        assert self._heads is not None  # nobody sends after `close`
         transfers = [(memory, self._heads, stream.tag) for memory in (first, rest) if len(memory)]
         if self._bodies and message.nbytes:
             transfers.append((body, self._bodies[0], 0))
-        return [(_try(dist.isend, x, self._peer, group, tag), x) for x, group, tag in transfers]
+        return [(_try(dist.isend, x, self._peer, of, tag), x, of) for x, of, tag in transfers]
 
     def receive(self, kind: str, i: int) -> Any:
         """Waits for the value of micro-batch i. Others may arrive before it."""
@@ -148,8 +150,9 @@ class Link:
         """Posts the next receive, of the expected size or into ``memory``."""
         if memory is None:
             memory = torch.empty(stream.size_in, dtype=torch.uint8, device="cpu")
+        assert self._heads is not None
         work = _try(dist.irecv, memory, self._peer, self._heads, stream.tag)
-        stream.posted.append((work, memory))
+        stream.posted.append((work, memory, self._heads))
 
 
 def open_links(
@@ -186,9 +189,12 @@ def close_groups(groups: list[dist.ProcessGroup]) -> None:
 
 
 def wait_for(transfers: list[InFlight]) -> Tensor:
-    """Waits for the first of the transfers, and returns its memory."""
-    memory = transfers[0][1]
-    _try(transfers.pop(0)[0].wait)
+    """Waits for the first of the transfers, and returns its memory. Gloo is told how long: it would
+    wait as long as its group allowed when that was made. NCCL, which does not wait, would."""
+    memory, group = transfers[0][1:]
+    time_out = [time_out_of(group)] if dist.get_backend(group) == "gloo" else []
+    del group  # see `_try`
+    _try(transfers.pop(0)[0].wait, *time_out)
     return memory
 
 

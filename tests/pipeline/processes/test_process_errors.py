@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipeline.processes.links import PeerError, wait_for
 from pipeline.processes.messages import Message, Received
 from pipeline.processes.process import ProcessPipe
+from tests.chaos.run import until
 from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
 from tests.ranks import Ranks
 from tests.remote import on_ranks
@@ -198,20 +200,24 @@ def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
         link._bodies = groups if rank == 0 else groups[::-1]
+        process = psutil.Process()
+        files = process.num_fds()
         for k, rows in enumerate((5, 5, 3, 3000, 5, 3001, 2900)):
             if rank == 0:
                 sends = [*link.send("value", k, value(rows)), *link.send("value", -k - 1, rows)]
-                for work, _memory in sends:
-                    work.wait()
+                while sends:
+                    wait_for(sends)
             else:
                 assert link.receive("value", -k - 1) == rows
                 assert_arrived(link.receive("value", k), rows)
             dist.barrier()
         if rank == 1:
-            link.send("last", 0, "words")[0][0].wait()
+            for i, words in enumerate(("almost", "last")):
+                wait_for(link.send("words", i, words))
             return
-        time.sleep(0.5)  # it has hung up
-        assert link.receive("last", 0) == "words"
+        assert link.receive("words", 0) == "almost"  # and what comes next may come, too
+        assert until(lambda: process.num_fds() < files, SOON)  # gloo has heard that it hung up
+        assert link.receive("words", 1) == "last"
         with pytest.raises(PeerError, match="it has ended"):
             link.receive("more", 0)
         with pytest.raises(PeerError, match="it has ended"):
@@ -231,8 +237,8 @@ def test_a_message_like_the_one_before_is_one_transfer(rank: int, _: int) -> Non
             if rank == 0:
                 sends = link.send("x", k, x)
                 transfers.append(len(sends))
-                for work, _memory in sends:
-                    work.wait()
+                while sends:
+                    wait_for(sends)
             else:
                 assert link.receive("x", k).equal(x)
     assert transfers == ([] if rank else [2, 1, 2, 1, 2, 1, 2])
@@ -243,6 +249,8 @@ def test_a_neighbour_that_is_silent_is_not_waited_for_longer(rank: int, _: int) 
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         pipe._neighbours._groups[0].set_timeout(timedelta(seconds=0.2))
         if rank == 0:
-            with pytest.raises(PeerError, match=r"^waiting for what .* rank 1 to rank 0: it has "):
+            start, said = time.monotonic(), r"^waiting for what .* rank 1 to rank 0: it has "
+            with pytest.raises(PeerError, match=said):
                 pipe._neighbours.from_last(None)
+            assert time.monotonic() - start < SOON
         dist.barrier()
