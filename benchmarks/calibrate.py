@@ -12,7 +12,8 @@ All cores measure the same at once, since ranks share their memory and their clo
                         latency of the links
     skew                how much longer work takes if all ranks wait for the last one after it, as a
                         share of the work: from one product and from five before an all-reduce
-    memory              of a process that has imported what a rank imports
+    memory              resident, of a process that has imported what a rank imports: of a rank's,
+                        too, the pages that forked ranks share count in each
 
 Each is the median of rounds that take turns. Under a minute. The figures mean nothing on a busy
 machine.
@@ -23,8 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from torch.nn import functional as F
 
 from runtime.communicator import Communicator
 from runtime.cores import core_slice
+from training.results import peak_bytes
 
 BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
 MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
@@ -133,12 +133,12 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+    peak = peak_bytes(torch.device("cpu"))
     group, vector = Communicator(dist.group.WORLD), torch.randn(1 << 24)
     rounds = [_figures(group, vector) for _ in range(REPEATS)]
     if rank == 0:
         found = {name: median(each[name] for each in rounds) for name in rounds[0]}
-        found["peak"] = peak / (2**30 if sys.platform == "darwin" else 2**20)
+        found["peak"] = peak / 2**30
         Path(path).write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
@@ -165,9 +165,9 @@ def calibrate() -> dict[str, Any]:
         "memory_efficiency": round(found["moved"] / found["added"], 3),
         "kernel_us": round(found["kernel"] * 1e6, 2), "host_us": 0.0, "link_efficiency": 1.0,
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
-        "network_falls": 0.0, "collective_us": 0.0, "message_us": round(hop * 1e6, 1),
+        "slices_us": 0.0, "collective_us": 0.0, "staged_us": 0.0,
         "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
-        "reserve_gb": round(found["peak"], 3),
+        "reserve_gb": round(found["peak"], 3), "error": 0.12, "measured_nodes": 1,
         "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ from .simulate import CAUSES, Simulator, Work, with_times
 # Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
 UPDATE_BYTES = 48
 GIB = 2**30
+BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, beside backward: DDP's own
 # Bytes per logit that wait for backward, and those that are added when it begins. plain: 16 bits
 # and the log-softmax in fp32, their gradients likewise. fused: one kernel, all in 16 bits.
 LOGITS = {"plain": (6, 6), "fused": (2, 2)}
@@ -101,6 +102,7 @@ class PricedStep:
         self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
         self.overlapped = machine.overlap in ("gradients", "all")
+        self.early = machine.overlap == "all" or (self.overlapped and not layout.zero)
         small = self.simulator(1)
         listed = set(small.actions)
         # Of a V, the first rank has both ends of the model, and one table if they are tied.
@@ -119,7 +121,7 @@ class PricedStep:
         pair = over_nodes(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
         sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
         # Of what two ranks gather, half is sent.
-        self.message = pair.scatter(2 * sent) + machine.message_us * 1e-6
+        self.message = pair.scatter(2 * sent)
         if model.tied and not self.one_table:  # both ends add their gradients of the embedding
             tied = pair.reduce(gradient_bytes(layout) * model.table / tp)
             self.updates[0] += tied
@@ -147,6 +149,12 @@ class PricedStep:
         if layout.zero < 2:
             sums = gradient_bytes(layout) * number
             exchange = dp.scatter(sums) if layout.zero else dp.reduce(sums)
+            if self.machine.overlap == "gradients":  # nanotron: DDP's buckets, or all of them after
+                buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
+                exchange = buckets * dp.reduce(sums / buckets)
+            if self.early and tables:  # the embedding's gradient comes last: nothing hides its sum
+                last_sum = exchange * tables * self.model.table / (number * layout.tp)
+                exchange, update = exchange - last_sum, update + last_sum
         else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
             gather = scatter if layout.zero == 3 else 0.0
             forward = forward._replace(gathering=self._exposed(gather, forward.seconds))
@@ -155,6 +163,7 @@ class PricedStep:
         if layout.zero in (1, 2):
             # The parameters that others have updated; or those of the first block to compute.
             update += scatter / (parts if self.machine.overlap == "all" else 1)
+            update += self.machine.slices_us * 1e-6 * layout.dp * blocks
         passes = Passes(forward, backward, late)
         held, working = self._memory_of_stage(blocks, tables, last, halves)
         return PricedStage(passes, exchange, update, number, held, working)
@@ -198,7 +207,7 @@ class PricedStep:
             with_times(forward, of_input, late), lambda _: self.message,
             overlap=self.overlapped,
             exchange=lambda s: self.stages[s].exchange,
-            overlap_exchange=self.overlapped,
+            overlap_exchange=self.early,
             update=self.updates.__getitem__,
         )  # fmt: skip
 
@@ -209,7 +218,7 @@ class PricedStep:
         m, bound, before = self.layout.num_microbatches, 0.0, 0.0
         for of_rank, update in zip(self.of_ranks, self.updates, strict=True):
             busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in of_rank)
-            exchange = 0.0 if self.overlapped else sum(s.exchange for s in of_rank)
+            exchange = 0.0 if self.early else sum(s.exchange for s in of_rank)
             bound = max(bound, before + m * busy + exchange + update)
             before += of_rank[0].passes.forward.seconds + self.message
         return bound

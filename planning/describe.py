@@ -211,15 +211,20 @@ class Machine:
     link_us: float
     network_efficiency: float
     network_us: float
-    network_falls: float  # rings over n nodes have (2 / n) to this power of the bandwidth of two
+    slices_us: float  # to copy one replica's part of a block that ZeRO-1 has gathered
     collective_us: float
+    staged_us: (
+        float  # the same, more for each rank of tensor parallelism, of stages on several nodes
+    )
     skew: float  # of its work, by which the last rank of tensor parallelism is later than the mean
-    message_us: float
     step_ms: float
     # What runs beside computation; each word also means those before it. zero: collectives of
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
     overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
+    # Runs that were kept back: the error that two of three stayed within, and the most nodes.
+    error: float
+    measured_nodes: int
     attention: Annotated[str, ("flash", "unfused")]
     loss: Annotated[str, ("fused", "plain")]
     balance: Annotated[str, ("uniform", "auto")]  # of stages
@@ -252,8 +257,7 @@ class Machine:
             self, gpus_per_node=max(ranks, self.gpus_per_node), memory_gbs=self.memory_gbs * part,
             tflops={name: value * part for name, value in self.tflops.items()},
             link_gbs=self.link_gbs * part, link_us=self.link_us / part,
-            message_us=self.message_us / part, kernel_us=self.kernel_us / part,
-            step_ms=self.step_ms / part,
+            kernel_us=self.kernel_us / part, step_ms=self.step_ms / part,
         )  # fmt: skip
 
 
@@ -270,8 +274,6 @@ def machine(
             if not 0 < values[0] < math.inf:
                 raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(lines)}")
             figures |= dict(zip((f"{option}_gbs", f"{option}_us"), values, strict=False))
-    if network is not None:
-        figures["network_falls"] = 0  # a line rate
     known = get_type_hints(Machine, include_extras=True)
     for figure in sorted(figures.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))

@@ -89,7 +89,7 @@ def over_nodes(machine: Machine, size: int, inside: int) -> Group:
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
         network = machine.network_gbs * 1e9 * machine.network_efficiency
-        network *= inside / machine.gpus_per_node * (2 * inside / size) ** machine.network_falls
+        network *= inside / machine.gpus_per_node
         bandwidth = min(bandwidth, network) if inside > 1 else network
     return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
@@ -140,7 +140,9 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     added = (size + 2 * gradient_bytes(layout)) / tp / memory
     exchanged = 2 * group(machine, tp, 1).reduce(size * t * h)
     host = machine.host_us * 1e-6
-    collective = (2 if tp > 1 else 0) * machine.collective_us * 1e-6
+    crowded = layout.pp > 1 and layout.gpus > machine.gpus_per_node
+    collective_us = machine.collective_us + crowded * machine.staged_us * tp
+    collective = (2 if tp > 1 else 0) * collective_us * 1e-6
     there = Pass(products, attention[0], passed, exchanged, launches * host + collective)
     back = Pass(
         2 * products, attention[1], 2 * passed + model.block * added, exchanged,

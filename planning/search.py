@@ -7,7 +7,7 @@ found. So the search finds what simulating all layouts would find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_type_hints
@@ -80,6 +80,24 @@ def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
         if step.fits:
             best = sorted([*best, step], key=lambda step: step.seconds)[:top]
     return best
+
+
+def limits(step: PricedStep) -> tuple[float, float]:
+    """Seconds that the step stays between, in two of three runs that the planner had not seen."""
+    return step.seconds * (1 - step.machine.error), step.seconds * (1 + step.machine.error)
+
+
+def preferred(steps: Sequence[PricedStep]) -> PricedStep:
+    """Of steps, the fastest first: of those whose range meets the first one's the one of the fewest
+    kinds of parallelism, and then of the least memory."""
+    slowest = limits(steps[0])[1]
+    equal = [step for step in steps if limits(step)[0] <= slowest]
+    return min(equal, key=lambda step: (kinds(step.layout), step.memory_gb))
+
+
+def kinds(layout: Layout) -> int:
+    """How many kinds of parallelism the layout has."""
+    return sum(getattr(layout, axis) > 1 for axis in RANKS)
 
 
 def search(
