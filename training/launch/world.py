@@ -7,7 +7,6 @@ sends signs of life while it works.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
 import time
@@ -72,25 +71,33 @@ class World:
         """Rank 0 prints, draws the progress bars and writes what is written once."""
         return self.rank == 0
 
-    def on_main(self, work: Callable[[], None]) -> None:
-        """Runs work() on rank 0 while the others wait, however long it takes. `work` must not
-        communicate. If it raises, rank 0 raises; the others continue."""
-        self._while_others_wait(work if self.is_main else None)
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Runs work() on rank 0 while the others wait, however long it takes. Returns on every rank
+        what it returned. `work` must not communicate. If it raises UserError or RunError, all ranks
+        raise it."""
+        (result,) = self._on_some(self.is_main, work)
+        return result
 
     def on_hosts(self, work: Callable[[], object]) -> None:
-        """Runs work() on the first rank of every host while the others wait, however long it takes.
-        `work` must not communicate. If it raises UserError or RunError, all ranks raise it."""
-        errors: list[Exception] = []
+        """The same on the first rank of every host."""
+        self._on_some(self.local_rank == 0, lambda: bool(work()))
+
+    def _on_some(self, chosen: bool, work: Callable[[], T]) -> list[T]:
+        """Runs work() where this rank is `chosen`; returns all results."""
+        results: list[T | UserError | RunError] = []
 
         def attempt() -> None:
             try:
-                work()
+                results.append(work())
             except (UserError, RunError) as error:
-                errors.append(error)
+                results.append(error)
 
-        self._while_others_wait(None if self.local_rank else attempt)
-        for error in chain(*self.gather(errors)):
-            raise error
+        self._while_others_wait(attempt if chosen else None)
+        gathered = list(chain(*self.gather(results)))
+        for result in gathered:
+            if isinstance(result, (UserError, RunError)):
+                raise result
+        return cast(list[T], gathered)
 
     def _while_others_wait(self, work: Callable[[], None] | None) -> None:
         """Runs work() where there is some, until it has ended on all ranks."""
@@ -128,20 +135,6 @@ class World:
             dist.broadcast_object_list(values, 0, self.group)
         return values[0]
 
-    def made_by_main(self, make: Callable[[], T]) -> T:
-        """What make() returns on rank 0, on every rank; or all raise the UserError that it raises,
-        so that it is told once."""
-        made: T | UserError | None = None
-        if self.is_main:
-            try:
-                made = make()
-            except UserError as error:
-                made = error
-        made = self.from_main(made)
-        if isinstance(made, UserError):
-            raise made
-        return cast(T, made)
-
     def sum(self, values: Tensor) -> None:
         """Adds up the values of all ranks, in place and where they are: the bits are the same on
         all ranks."""
@@ -177,8 +170,8 @@ def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.
 
 
 def quiet_libraries() -> None:
-    """Silences the advice and progress bars of libraries: through the environment for later
-    imports, here and in the ranks, and through loggers for the rest."""
+    """Silences the advice and progress bars of libraries that are imported later, here and in the
+    ranks."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -193,6 +186,3 @@ def quiet_libraries() -> None:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     }.items():
         os.environ.setdefault(name, value)
-    for library in ("transformers", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)

@@ -307,9 +307,8 @@ class SequenceTask(TrainingTask, ABC):
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
-        found: dict[str, bytes] = {}
 
-        def make() -> None:
+        def make() -> dict[str, bytes]:
             workdir = self.args.workdir
             if saved is None:
                 with writing(workdir / "tokenizer.json"):
@@ -318,7 +317,7 @@ class SequenceTask(TrainingTask, ABC):
                 for file in FILES:
                     with writing(workdir / file):
                         (workdir / file).write_bytes(saved[file])
-            found.update({file: (workdir / file).read_bytes() for file in TOKENIZER_FILES})
+            # config.json is not among them: it comes from the options.
+            return {file: (workdir / file).read_bytes() for file in TOKENIZER_FILES}
 
-        world.on_main(make)  # config.json is not among them: it comes from the options
-        return world.from_main(found)  # contents: hosts share no folder
+        return world.on_main(make)  # contents: hosts share no folder
