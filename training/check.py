@@ -49,6 +49,7 @@ from .layouts.layout import LaidOutModel, Setup
 from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0
+Tensors = Mapping[str, Tensor]  # by name
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,7 @@ class Verdict:
 
 
 def verdict_of(
-    what: str,
-    got: Mapping[str, Tensor],
-    plain: Mapping[str, Tensor],
-    exact: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    what: str, got: Tensors, plain: Tensors, exact: Tensors, dtype: torch.dtype
 ) -> Verdict:
     """Compares tensors by name.
 
@@ -129,15 +126,15 @@ def verdict_of(
     """
     eps = torch.finfo(dtype).eps
     finer = eps / torch.finfo(torch.float32).eps  # float64: 2^-29
-    errors = [plain[name].double() - exact[name] for name in plain]
-    elements = sum(error.numel() for error in errors)
-    squares = sum(error.square().sum().item() for error in errors)
-    average = math.sqrt(squares / max(1, elements))  # error of an element
+    errors = {name: plain[name].double() - exact[name] for name in plain}
+    elements = sum(error.numel() for error in errors.values())
+    # The error of an element.
+    average = nn.utils.get_total_norm(list(errors.values())).item() / math.sqrt(max(1, elements))
     differences = []
     for name in plain.keys() & got.keys():
         reference = exact[name] if dtype == torch.float64 else plain[name].double()
         delta = got[name].to(reference) - reference
-        own, rounding = (plain[name].double() - exact[name]).norm().item(), 0.0
+        own, rounding = errors[name].norm().item(), 0.0
         if own:  # otherwise training does not move it, and it must match exactly
             noise = finer * max(own, average * math.sqrt(reference.numel()))
             rounding = max(noise, eps * reference.norm().item())
@@ -268,17 +265,15 @@ def check(
     plain, exact = (Plain(task, setup, device, t) for t in (torch.float32, torch.float64))
     plain.train()
     exact.train()
-    verdicts = []
+    compared: dict[str, tuple[Tensors, Tensors, Tensors]] = {}
     if args.check_weights:
         checkpoint, _ = newest(args.workdir / CHECKPOINTS)
         got = weights_of(checkpoint) if checkpoint else {}
-        both = plain.weights(), exact.weights()
-        verdicts.append(verdict_of("weights", got, *both, setup.dtype))
+        compared["weights"] = got, plain.weights(), exact.weights()
     if args.check_output:
         n = len(outputs)
         names = [f"outputs, part {i}" if n > 1 else "outputs" for i in range(n)]
         inputs = {name: task.validation_batches(i, n)[0][0] for i, name in enumerate(names)}
-        both = plain.outputs(inputs), exact.outputs(inputs)
         got = dict(zip(names, outputs, strict=True))
-        verdicts.append(verdict_of("outputs", got, *both, setup.dtype))
-    return verdicts
+        compared["outputs"] = got, plain.outputs(inputs), exact.outputs(inputs)
+    return [verdict_of(what, *tensors, setup.dtype) for what, tensors in compared.items()]
