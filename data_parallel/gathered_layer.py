@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph, versions
-from runtime.guards import Guard, refuse_gradient_hooks, refuse_shared_memory, written_by_torch
+from runtime.guards import Guard, refuse_gradient_hooks, refuse_shared_memory
 
 from .shards import Place, ShardedUnit
 
@@ -108,7 +108,6 @@ class GatheredLayer:
         self.checkpoint = recompute and self.regathered == self.units
         self._places = places
         self._empty = {u.unit.index: u.empty for u in self.units}
-        self._torchs_own = written_by_torch(module)
         self._put(self._empty)
 
     def forward(self, value: Any) -> tuple[Any, LayerGraph]:
@@ -172,13 +171,12 @@ class GatheredLayer:
         `gradients` has one entry per leaf of the output, which may be None.
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
-        if not self._torchs_own:  # else a checkpoint may run its part of the forward again
-            self._put(self._empty | {u.unit.index: u.parameters() for u in self.regathered})
+        # A checkpoint inside may run its part of the forward again.
+        self._put(self._empty | {u.unit.index: u.parameters() for u in self.regathered})
         try:
             of_inputs, of_parameters = graph.differentiate(flat, gradients)
         finally:
-            if not self._torchs_own:
-                self._put(self._empty)
+            self._put(self._empty)
         dense = {p: g.to_dense() if g.is_sparse else g for p, g in of_parameters.items()}
         return of_inputs, {u: [dense.get(p) for p in ps] for u, ps in graph.leaves.items()}
 

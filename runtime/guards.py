@@ -216,12 +216,3 @@ def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
                 "calls the layers, and not what holds them. Register it on a layer: the first or "
                 "the last of them"
             )
-
-
-def written_by_torch(module: Any) -> bool:
-    """Whether all code that the module runs is torch's own: its submodules', and no hook."""
-    return isinstance(module, nn.Module) and all(
-        type(m).__module__.startswith("torch.nn.modules.")
-        and not any(getattr(m, kind) for kind in _HOOKS)
-        for m in module.modules()
-    )
