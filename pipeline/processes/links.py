@@ -19,7 +19,10 @@ transfer, whose receive was posted when the previous one had arrived.
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
 and pair of ranks in order, on one stream beside the compute stream. It knows no tags, so there all
-kinds share a stream, and bodies are received in the order in which they were sent. Ranks that share
+kinds share a stream, and bodies are received in the order in which they were sent. A body's receive
+is launched when its head is read: the hosts run ahead of their GPUs, so it waits there before the
+GPU needs it. (Not launched before its head: after the last message of a step such a receive would
+run on, and whoever waits for the whole GPU would wait for it. Not measured.) Ranks that share
 a GPU have gloo alone, which sends from the CPU's memory: there the body goes through it, and both
 ends wait. The groups come from runtime/mesh.py: all ranks of a run make them together.
 
@@ -43,7 +46,7 @@ from runtime.waits import time_out_of
 
 from .messages import Message, Received
 
-_START = struct.Struct("<qqqq")  # lengths of head and body; kind, micro-batch
+_START = struct.Struct("<qq")  # lengths of head and body
 _FIRST_SIZE = 4096  # bytes expected of the first message of a stream
 
 InFlight = tuple[dist.Work, Tensor, dist.ProcessGroup]
@@ -63,7 +66,7 @@ class _Stream:
         self.tag = tag
         self.size_out = self.size_in = _FIRST_SIZE  # bytes of the next first transfer
         self.posted: list[InFlight] = []  # receives: at most one
-        self.early: dict[tuple[int, int], Any] = {}  # arrived before they were asked for
+        self.early: dict[tuple[str, int], Any] = {}  # arrived before they were asked for
 
 
 class Link:
@@ -83,12 +86,12 @@ class Link:
 
     def send(self, kind: str, i: int, value: Any) -> list[InFlight]:
         """Starts to send the value of micro-batch i; the caller waits for the transfers later."""
-        message, number = Message(value), _number(kind)
+        message = Message((kind, i, value))
         begin = aligned(_START.size + len(message.head))  # bytes before the body
         size = begin if self._bodies else begin + message.nbytes
-        stream = self._stream(number)
+        stream = self._stream(kind)
         envelope = torch.empty(max(size, stream.size_out), dtype=torch.uint8, device="cpu")
-        start = _START.pack(len(message.head), message.nbytes, number, i) + message.head
+        start = _START.pack(len(message.head), message.nbytes) + message.head
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         body = envelope[begin:]
         if self._bodies:
@@ -104,12 +107,11 @@ class Link:
 
     def receive(self, kind: str, i: int) -> Any:
         """Waits for the value of micro-batch i. Others may arrive before it."""
-        number = _number(kind)
-        stream = self._stream(number)
-        while (number, i) not in stream.early:
-            key, value = self._next(stream)
-            stream.early[key] = value
-        return stream.early.pop((number, i))
+        stream = self._stream(kind)
+        while (kind, i) not in stream.early:
+            *key, value = self._next(stream)
+            stream.early[tuple(key)] = value
+        return stream.early.pop((kind, i))
 
     def close(self) -> None:
         """Hangs up. A gloo connection closes with its last reference, and a rank that waits at the
@@ -118,16 +120,16 @@ class Link:
             stream.posted.clear()
         self._heads, self._bodies = None, ()
 
-    def _stream(self, number: int) -> _Stream:
-        tag = 0 if self._bodies else number
+    def _stream(self, kind: str) -> _Stream:
+        tag = 0 if self._bodies else zlib.crc32(kind.encode()) >> 1  # the same on both ends
         return self._streams.setdefault(tag, _Stream(tag))
 
-    def _next(self, stream: _Stream) -> tuple[tuple[int, int], Any]:
+    def _next(self, stream: _Stream) -> Any:
         """Waits for the next message of a stream: its kind and micro-batch, and its value."""
         if not stream.posted:
             self._post(stream)
         envelope = wait_for(stream.posted)
-        length, nbytes, number, i = _START.unpack(envelope[: _START.size].numpy().tobytes())
+        length, nbytes = _START.unpack(envelope[: _START.size].numpy().tobytes())
         begin = aligned(_START.size + length)
         size = begin if self._bodies else begin + nbytes
         if size > len(envelope):  # longer than expected: the rest follows
@@ -138,13 +140,13 @@ class Link:
         with suppress(PeerError):  # the message that has just arrived may have been the last
             self._post(stream)  # the next travels while this one is used
         head = envelope[_START.size : _START.size + length].numpy().tobytes()
-        if not self._bodies:
+        if self._bodies:
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            if nbytes:  # NCCL: the stream waits, not the host
+                _try(dist.irecv, body, self._peer, self._bodies[1]).wait()
+        else:
             body = envelope[begin : begin + nbytes].to(self._device)  # on a CPU a view
-            return (number, i), Received(head, body).load()
-        body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if nbytes:  # NCCL: the stream waits, not the host
-            _try(dist.irecv, body, self._peer, self._bodies[1]).wait()
-        return (number, i), Received(head, body).load()
+        return Received(head, body).load()
 
     def _post(self, stream: _Stream, memory: Tensor | None = None) -> None:
         """Posts the next receive, of the expected size or into ``memory``."""
@@ -202,11 +204,6 @@ def _next_size(size: int, expected: int) -> int:
     """The size that both ends expect of the next message: a little shorter ones are padded, rather
     than that the one after them takes two transfers."""
     return max(size, expected * 3 // 4)
-
-
-def _number(kind: str) -> int:
-    """The tag of a kind of messages, the same on both ends."""
-    return zlib.crc32(kind.encode()) >> 1
 
 
 def _try(call: Callable[..., Any], *args: Any) -> Any:
