@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,30 +24,30 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.command_line import Parser
-from training.launch.errors import UserError, refuse, say
+from training.launch.errors import UserError, say
 from training.options import count, number_type, whole
 
 TEMPERATURE = number_type(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
+
+
+def folder(name: str) -> str:
+    """The model's folder; or, by its form, a name on the hub."""
+    path = Path(name)
+    if not path.is_dir() and (len(path.parts) != 2 or path.parent.is_dir()):
+        raise argparse.ArgumentTypeError(
+            f"{name}: there is no such folder; the --workdir of a run works, or a name on the hub "
+            "with its owner, as openai-community/gpt2"
+        )
+    return name
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program if it cannot be right."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, a folder or hub id")
-    add(
-        "text",
-        nargs="*",
-        default=[],
-        metavar="TEXT",
-        help="lines of text; default: those of standard input",
-    )
-    add(
-        "--input",
-        type=argparse.FileType("rb"),
-        metavar="FILE",
-        help="read the lines from this file",
-    )
+    add("trained", type=folder, metavar="FOLDER", help="a workdir, a checkpoint, or a GPT-2's name")
+    add("text", nargs="*", metavar="TEXT", help="lines of text; default: those of standard input")
+    add("--input", type=argparse.FileType("rb"), metavar="FILE", help="read the lines from it")
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
@@ -67,26 +68,10 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_there(name: str) -> None:
-    """Raises UserError if there can be no such model: neither a folder nor, by its form, a name on
-    the hub."""
-    path = Path(name)
-    on_hub = len(path.parts) == 2 and not path.parent.is_dir()
-    if not path.is_dir() and not on_hub:
-        raise UserError(
-            f"{name}: there is no such folder; the --workdir of a run works, or a name on the hub "
-            "with its owner, as openai-community/gpt2"
-        )
-
-
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    try:
-        given = parse_generate()
-        check_there(given.trained)
-        if not (given.text or given.input or given.export) and sys.stdin.isatty():
-            say("Lines to translate or continue, each ended by Enter; Ctrl-D ends the last one.\n")
-    except UserError as error:
-        refuse(f"generate.py: error: {error}\n")
+    given = parse_generate()
+    if not (given.text or given.input or given.export) and sys.stdin.isatty():
+        say("Lines to translate or continue, each ended by Enter; Ctrl-D ends the last one.\n")
 
 
 import torch
@@ -94,21 +79,17 @@ from tqdm import tqdm
 
 from project.utils import run_program
 from training.launch.world import choose_device
-from training.tasks.text_files import text_lines
 from training.trained import export, load_trained, source_end
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a text: see `text_lines`."""
-    return [*text_lines(io.BytesIO(text.encode()))]
-
-
 def read_lines(args: argparse.Namespace) -> list[str]:
-    """The lines to translate or continue. Raises UserError if the file cannot be read."""
+    """The lines to translate or continue. A line ends with a line feed alone: other characters that
+    Python takes for ends of lines are text. Raises UserError if it is not UTF-8."""
     try:
-        if args.text:
-            return [line for text in args.text for line in lines_of(text) or [""]]
-        return [*text_lines(args.input or sys.stdin.buffer)]
+        given = io.BytesIO("".join(f"{text}\n" for text in args.text).encode())
+        stream = given if args.text else args.input or sys.stdin.buffer
+        lines = io.TextIOWrapper(stream, "utf-8-sig", newline="\n")
+        return [line.removesuffix("\n").removesuffix("\r") for line in lines]
     except (OSError, UnicodeError) as error:
         source = "TEXT" if args.text else f"--input {args.input.name if args.input else '-'}"
         raise UserError(f"{source}: it cannot be read ({error}); text in UTF-8 works") from error
@@ -161,10 +142,9 @@ def continuations(
         )  # [B n, T + new tokens]  # fmt: skip
         generated = tokenizer.batch_decode(outputs[:, T:], skip_special_tokens=True)
         for k, i in enumerate(batch):
-            texts[i] = [
-                " ".join(lines_of(text.strip() if end else lines[i] + text))
-                for text in generated[k * n : (k + 1) * n]
-            ]
+            own = generated[k * n : (k + 1) * n]
+            found = [text.strip() if end else lines[i] + text for text in own]
+            texts[i] = [re.sub(r"\r?\n", " ", text) for text in found]
     return texts
 
 

@@ -10,14 +10,15 @@ import torch
 
 from runtime.axes import FACTORS
 from tensor_parallel.gpt2 import degrees
-from training.launch.errors import counted, torchrun, torchrun_world_size, works
+from training.launch.errors import UserError, counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
 from training.options import VGG, Options
 from training.results import check_trackers
 from training.tasks.gpt2 import PRESETS
-from training.tasks.pretrained import check_pretrained
+from training.tasks.pretrained import check_pretrained, first_sentence
 
 from . import rules, stage_rules
+from .command_line import is_it
 from .rules import Rule
 from .strategies import STRATEGIES
 
@@ -155,11 +156,24 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
     if args.model in PRESETS:
         yield from rules.of_model(args)
         return
+    near = is_it(args.model, [*PRESETS, VGG])
+    elsewhere = "/" in args.model or Path(args.model).is_dir()
+    yield "model", elsewhere or not near, "there is no such model", near.removeprefix("; ")
     yield from rules.typed(args, [
         ("n_layer n_embd n_head vocab_size", False, "pretrained weights have a fixed size",
          f"only the presets can be changed ({', '.join(PRESETS)})"),
     ])  # fmt: skip
-    check_pretrained(args.model, args.model_max_length)
+    try:
+        positions = check_pretrained(args.model)
+    except Exception as error:  # its readers raise many kinds
+        raise UserError(
+            f"--model {args.model}: neither a preset ({', '.join(PRESETS)}), nor a folder or a "
+            f"name on the hub with a GPT-2 and its tokenizer ({first_sentence(error)})"
+        ) from error
+    yield (
+        "model_max_length model", args.model_max_length <= positions,
+        f"the model has {positions} positions", f"--model_max_length {positions} works",
+    )  # fmt: skip
 
 
 def of_gpus(args: Options) -> list[Rule]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.meta import materialize, names_of
 from runtime.waits import device_of_float64
 from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, OPTIONS, writing
@@ -72,14 +71,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Any, PreTrainedTokenizerFast
             f"{checkpoint.folder}: it is of a model with experts, and transformers has no GPT-2 "
             "with experts; train.py writes what the model generates after every epoch"
         )
-    config = GPT2Config.from_dict(json.loads(checkpoint.read("config.json")))
-    with torch.device("meta"):
-        model: Any = GPT2LMHeadModel(config)
-    weights = weights_of(checkpoint)
-    model.to(weights["transformer.wte.weight"].dtype)
-    materialize(
-        model, names_of(model), torch.device("cpu"), lambda name, p: p.data.copy_(weights[name])
-    )
+    config, weights = json.loads(checkpoint.read("config.json")), weights_of(checkpoint)
+    model: Any = GPT2LMHeadModel.from_pretrained(
+        None, config=GPT2Config.from_dict(config), state_dict=weights,
+        dtype=weights["transformer.wte.weight"].dtype,
+    )  # fmt: skip
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
     tokenizer.model_max_length = checkpoint.state["options"]["model_max_length"]
     return model, tokenizer
@@ -90,12 +86,11 @@ def _of_transformers(name: str) -> tuple[Any, PreTrainedTokenizerFast]:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     try:
-        check_pretrained(name, max_length=1)
-    except UserError as error:
-        why = first_sentence(error.__cause__) if error.__cause__ else str(error)
+        check_pretrained(name)
+    except Exception as error:  # its readers raise many kinds
         raise UserError(
             f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 of transformers "
-            f"({why.removeprefix(f'--model {name}: ')}); the --workdir of a run works"
+            f"({first_sentence(error)}); the --workdir of a run works"
         ) from error
     model, tokenizer = GPT2LMHeadModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.n_positions)

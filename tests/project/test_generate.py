@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def generated(trained: Trained, lines: list[str], *options: str) -> list[list[str]]:
-    return generate.continuations(*trained, lines, generate.parse_generate(["somewhere", *options]))
+    return generate.continuations(*trained, lines, generate.parse_generate([".", *options]))
 
 
 def alone(trained: Trained, line: str, most: int) -> str:
@@ -108,7 +108,7 @@ def test_what_is_drawn(trained: Trained) -> None:
 )  # fmt: skip
 def test_where_a_line_ends(content: str, lines: list[str]) -> None:
     Path("lines.txt").write_bytes(content.encode())
-    assert generate.read_lines(generate.parse_generate(["w", "--input", "lines.txt"])) == lines
+    assert generate.read_lines(generate.parse_generate([".", "--input", "lines.txt"])) == lines
 
 
 def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
@@ -117,17 +117,18 @@ def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
     assert trained[1].decode(ids, skip_special_tokens=True) == "Ei<eos_de>"
 
 
-def test_what_is_no_model_is_known_without_torch() -> None:
+def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
     Path("work").mkdir()
     for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "/a/b"):
-        refused(f"^{name}: there is no such folder; the --workdir of", generate.check_there, name)
+        said = refusal(generate.parse_generate, [name])
+        assert f"FOLDER {name}: there is no such folder; the --workdir of" in said
     for name in ("work", "openai-community/gpt2"):
-        generate.check_there(name)
+        assert generate.parse_generate([name]).trained == name
     code = "import sys, runpy; sys.argv = ['generate.py', *sys.argv[1:]]\n"
     code += f"try: runpy.run_path({str(ROOT / 'project/generate.py')!r}, run_name='__main__')\n"
     code += "finally: assert 'torch' not in sys.modules"
     for words, said in (
-        (["nowhere"], "nowhere: there is no such folder; the --workdir of a run works, or"),
+        (["nowhere"], "FOLDER nowhere: there is no such folder; the --workdir of a run works, or"),
         (["work", "--input", "nothing"], "--input can't open 'nothing': [Errno 2] No such file"),
     ):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)

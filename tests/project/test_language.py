@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.generate import continuations, lines_of, parse_generate
+from project.generate import continuations, parse_generate
 from project.train import read_texts
 from tests.project.conftest import Learn, Learned
 from tests.project.programs import parse, read_json, recomputed
@@ -57,14 +57,14 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     """As at the end of the run; and as what follows the end of a document, line by line, whatever
     is beside it."""
     model, tokenizer = load_trained(str(one.workdir))
-    options = parse_generate(["somewhere", "--max_new_tokens", "8"])
+    options = parse_generate([".", "--max_new_tokens", "8"])
     for row in read_json(one.workdir / "rank0_gen_epoch1.json"):
         (said,) = continuations(model, tokenizer, [row["example"]], options)
         assert said[0].split()[:4] == (row["example"] + row["gen"]).split()[:4]
     end = tokenizer.convert_tokens_to_ids(END)
     text = tokenizer.decode(recomputed(model, [end], len(tokenizer), end, 9))
     found = continuations(model, tokenizer, ["", "Line", ""], options)
-    assert found[0] == found[2] == [" ".join(lines_of(text))]
+    assert found[0] == found[2] == [" ".join(text.split("\n"))]
     assert found[1][0].startswith("Line")
 
 

@@ -9,68 +9,51 @@ from __future__ import annotations
 
 import hashlib
 import re
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from training.launch.errors import UserError
-from training.options import VGG
-
-from .gpt2 import PRESETS, check_computed, generator_for
+from .gpt2 import check_computed, generator_for
 from .text_files import try_hub
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import GPT2Config, PreTrainedTokenizerBase
+    from transformers import GPT2Config
 
 PREFIX = "transformer."  # of parameter names; the published GPT-2 omits it
 
 
-def check_pretrained(name: str, max_length: int) -> None:
-    """Raises UserError unless `name`, a local folder or a name on the hub, is a GPT-2 with at least
-    max_length positions and its own tokenizer. (transformers itself loads any model, fills
-    parameters that do not fit with random weights, and makes a tokenizer that knows no words.)
-    Downloads the hub's files."""
+def check_pretrained(name: str) -> int:
+    """Returns the number of positions of `name`, a local folder or a name on the hub, if it is a
+    GPT-2 with its own tokenizer; else raises what its readers raise, or ValueError. (transformers
+    itself loads any model, fills parameters that do not fit with random weights, and makes a
+    tokenizer that knows no words.) Downloads the hub's files."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    if not Path(name).is_dir():  # a name, which may be misspelt
-        near = get_close_matches(name.lower(), [*PRESETS, VGG], 1, cutoff=0.65)
-        if near and name not in PRESETS and "/" not in name:
-            raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
+    if not Path(name).is_dir():
         try_hub()
-    try:
-        config = AutoConfig.from_pretrained(name)
-        if config.model_type != "gpt2":
-            raise ValueError(f"its model_type is {config.model_type}")
-        stored = _stored(name)
-        with torch.device("meta"):
-            model = GPT2LMHeadModel(config)
-        check_computed(model)
-        if (config.n_inner or 0) % config.n_head:
-            raise ValueError(f"its n_inner is {config.n_inner}, not a multiple of its n_head")
-        wanted = dict(model.named_parameters())  # a tied head is not in it
-        for parameter, p in wanted.items():
-            *_, shape = stored.get(parameter.removeprefix(PREFIX), ("missing",))
-            if shape != list(p.shape):
-                raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
-        # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
-        # on top, with new rows.
-        tokens = len(AutoTokenizer.from_pretrained(name))
-        if not 256 <= tokens <= config.vocab_size:  # every byte is a token
-            raise ValueError(f"its tokenizer has {tokens} tokens, not 256 to {config.vocab_size}")
-    except Exception as error:  # its readers raise many kinds
-        raise UserError(
-            f"--model {name}: neither a preset ({', '.join(PRESETS)}), nor a folder or a name on "
-            f"the hub with a GPT-2 and its tokenizer ({first_sentence(error)})"
-        ) from error
-    if config.n_positions < max_length:
-        raise UserError(
-            f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
-            f"positions; --model_max_length {config.n_positions} works"
-        )
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type != "gpt2":
+        raise ValueError(f"its model_type is {config.model_type}")
+    stored = _stored(name)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    check_computed(model)
+    if (config.n_inner or 0) % config.n_head:
+        raise ValueError(f"its n_inner is {config.n_inner}, not a multiple of its n_head")
+    for parameter, p in model.named_parameters():  # a tied head is not among them
+        *_, shape = stored.get(parameter.removeprefix(PREFIX), ("missing",))
+        if shape != list(p.shape):
+            raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
+    # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
+    # on top, with new rows.
+    tokens = len(AutoTokenizer.from_pretrained(name))
+    if not 256 <= tokens <= config.vocab_size:  # every byte is a token
+        raise ValueError(f"its tokenizer has {tokens} tokens, not 256 to {config.vocab_size}")
+    return int(config.n_positions)
 
 
 def first_sentence(error: BaseException) -> str:
@@ -86,12 +69,11 @@ class Pretrained:
     def __init__(self, name: str, dropout: float, seed: int) -> None:
         self.name, self.dropout, self.seed, self.stored = name, dropout, seed, _stored(name)
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> Any:
         """Theirs, without this project's special tokens."""
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.name)
-        return tokenizer
+        return AutoTokenizer.from_pretrained(self.name)
 
     def config(self, num_tokens: int) -> GPT2Config:
         """Theirs, with embedding rows for `num_tokens` and our dropout."""
@@ -120,9 +102,7 @@ class Pretrained:
         they are."""
         digest = hashlib.sha256()
         for path in sorted({path for path, *_ in self.stored.values()}):
-            with path.open("rb") as file:
-                while part := file.read(1 << 20):
-                    digest.update(part)
+            digest.update(np.memmap(path, mode="r").data)  # read through, never whole in memory
         return digest.hexdigest()
 
 

@@ -115,7 +115,7 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
     saved.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
-    check_pretrained(str(tmp_path), 16)
+    assert check_pretrained(str(tmp_path)) == 16
     config = Pretrained(str(tmp_path), 0.25, seed=0).config(num_tokens=330)
     assert (config.vocab_size, config.resid_pdrop) == (330, 0.25)
     for name, p in model.named_parameters():
@@ -144,7 +144,7 @@ def test_what_a_configuration_says_is_computed(fields: dict[str, Any], tmp_path:
         p.data.mul_(10)
     saved.save_pretrained(tmp_path)
     get_tokenizer([{"a": "Ja."}], 300, "a", "a", tmp_path)
-    check_pretrained(str(tmp_path), 16)
+    assert check_pretrained(str(tmp_path)) == 16
     pretrained = Pretrained(str(tmp_path), dropout=0.0, seed=0)
     model = GPT2LMHeadModel(pretrained.config(num_tokens=320)).double().eval()
     for name, p in model.named_parameters():
