@@ -23,7 +23,7 @@ from docstring_parser import parse_from_object
 
 from project.strategies import ONLY_SOME, STRATEGIES, page_of
 from training.launch.errors import exit_on_signals, open_streams, refuse
-from training.options import PROGRAMS, O, Options, flag
+from training.options import PROGRAMS, O, Options, flag, names_of
 
 # What options are called by the courses, and by many.
 ALIASES = {
@@ -166,7 +166,7 @@ def strategy_first(parser: Parser, words: list[str]) -> list[str]:
 
 def shown(kind: type[Options], strategy: str | None = None) -> list[str]:
     """The names of the options that a program, or one of its strategies, has."""
-    names = [field.name for group in PROGRAMS[kind.PROGRAM] for field in fields(group)]
+    names = names_of(*PROGRAMS[kind.PROGRAM])
     lacking = ONLY_SOME - {*STRATEGIES[strategy].options.split()} if strategy else ()
     return [name for name in names if name not in lacking]
 
@@ -175,10 +175,7 @@ def owners(kind: type[Options], name: str) -> list[str]:
     """The programs that have an option; or, if this one does, its strategies that have it."""
     if name in shown(kind):
         return [strategy for strategy in STRATEGIES if name in shown(kind, strategy)]
-    return [
-        program for program, groups in PROGRAMS.items()
-        if any(name == field.name for group in groups for field in fields(group))
-    ]  # fmt: skip
+    return [program for program, groups in PROGRAMS.items() if name in names_of(*groups)]
 
 
 def make_parser(kind: type[Options], description: str | None) -> Parser:
@@ -209,7 +206,7 @@ def add_options(parser: Parser, kind: type[Options], strategy: str | None = None
     explained = {*shown(kind, strategy)} - {*hidden}
     for group in Options.__bases__:
         section = parser.add_argument_group(group.__doc__)
-        for name in (field.name for field in fields(group)):
+        for name in names_of(group):
             text, default = helps[name], defaults[name]
             if not (default is None or isinstance(default, bool) or "default" in text):
                 text += f" [{default}]"

@@ -14,7 +14,7 @@ import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -317,6 +317,11 @@ class Options(
     """parts that every sequence is cut into"""
     typed: Set[str] = frozenset()
     """the names of the options that a person has typed"""
+
+
+def names_of(*groups: type) -> list[str]:
+    """The names of the options of these groups."""
+    return [field.name for group in groups for field in fields(group)]
 
 
 PROGRAMS: dict[str, tuple[type, ...]] = {

@@ -25,7 +25,7 @@ from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import O, Options, spelt
+from training.options import Architecture, Data, O, Options, names_of, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
@@ -35,10 +35,9 @@ from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
-    "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
-    "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
-    "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
-    "precision", "comm_dtype", "seed", "max_batches", "experts", "top_k", "balance_coefficient",
+    *names_of(Data, Architecture), "batch_size", "optimizer", "momentum", "learning_rate",
+    "lr_scheduler", "warmup_steps", "max_grad_norm", "precision", "comm_dtype", "seed",
+    "max_batches", "vgg_width", "experts", "top_k", "balance_coefficient",
 }  # fmt: skip
 LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
@@ -142,11 +141,9 @@ def find_resume(args: Options) -> Resume:
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
     notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
     if done >= given * (1 if option == "num_batches" else per_epoch):
-        then = f"--{option} {given + 1} trains on"
-        if args.lr_scheduler != "constant":  # which would be refused
-            then = "A decaying rate depends on the run's length: a longer run has another --workdir"
-        said = f"Nothing is left to train: the run has done its {counted(done, 'step')}."
-        notes.append(f"{said} {then}.")
+        # A longer run would have another decaying rate, and is refused.
+        then = f"; --{option} {given + 1} trains on" if args.lr_scheduler == "constant" else ""
+        notes.append(f"Nothing is left to train: the run has done {counted(done, 'step')}{then}.")
     return Resume(checkpoint, tuple(notes))
 
 
@@ -181,12 +178,11 @@ class Saving:
         self.saver.forget_after(resume.checkpoint)
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
-        done, n = Totals(**state["totals"]), self.model.dp_size
-        if len(state["shares"]) == n:  # each part of the batch takes on its own
-            positions, tokens, seconds = state["shares"][self.model.dp_rank]
-        else:  # cut into another number of parts: each takes an equal share
-            positions, tokens, seconds = done.positions / n, done.tokens / n, done.seconds
-        return replace(done, positions=round(positions), tokens=round(tokens), seconds=seconds)
+        done, n, part = Totals(**state["totals"]), self.model.dp_size, self.model.dp_rank
+        # Each part of the batch has an equal share; together they have all.
+        return replace(
+            done, positions=(done.positions + part) // n, tokens=(done.tokens + part) // n
+        )
 
     def after_step(self, epoch: int, totals: Totals, now: bool = False) -> None:
         """Saves every --save_every steps, or now."""
@@ -226,13 +222,11 @@ class Saving:
         if not self.args.keep or steps <= self.saved:
             return
         self.prune()  # first: no step has shown yet that what is saved now is finite
-        share = (totals.positions, totals.tokens, totals.seconds)
-        shares = world.of_parts(model.dp_rank, share)
-        positions, tokens, _ = map(sum, zip(*shares, strict=True))
+        shares = world.of_parts(model.dp_rank, (totals.positions, totals.tokens))
+        positions, tokens = map(sum, zip(*shares, strict=True))
         state = {
             **self.optimizer.state_dict(),
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
-            "shares": shares,  # positions, tokens and seconds of each part of the batch
             "options": options_of(self.args),
             "data": self.fingerprint,
             "steps_per_epoch": self.task.steps_per_epoch,
