@@ -23,7 +23,7 @@ from docstring_parser import parse_from_object
 
 from project.strategies import ONLY_SOME, STRATEGIES, page_of
 from training.launch.errors import exit_on_signals, open_streams, refuse
-from training.options import PROGRAMS, O, Options, flag, names_of
+from training.options import PROGRAMS, O, Options, flag, option_names
 
 # What options are called by the courses, and by many.
 ALIASES = {
@@ -166,7 +166,7 @@ def strategy_first(parser: Parser, words: list[str]) -> list[str]:
 
 def shown(kind: type[Options], strategy: str | None = None) -> list[str]:
     """The names of the options that a program, or one of its strategies, has."""
-    names = names_of(*PROGRAMS[kind.PROGRAM])
+    names = option_names(*PROGRAMS[kind.PROGRAM])
     lacking = ONLY_SOME - {*STRATEGIES[strategy].options.split()} if strategy else ()
     return [name for name in names if name not in lacking]
 
@@ -175,7 +175,7 @@ def owners(kind: type[Options], name: str) -> list[str]:
     """The programs that have an option; or, if this one does, its strategies that have it."""
     if name in shown(kind):
         return [strategy for strategy in STRATEGIES if name in shown(kind, strategy)]
-    return [program for program, groups in PROGRAMS.items() if name in names_of(*groups)]
+    return [program for program, groups in PROGRAMS.items() if name in option_names(*groups)]
 
 
 def make_parser(kind: type[Options], description: str | None) -> Parser:
@@ -206,7 +206,7 @@ def add_options(parser: Parser, kind: type[Options], strategy: str | None = None
     explained = {*shown(kind, strategy)} - {*hidden}
     for group in Options.__bases__:
         section = parser.add_argument_group(group.__doc__)
-        for name in names_of(group):
+        for name in option_names(group):
             text, default = helps[name], defaults[name]
             if not (default is None or isinstance(default, bool) or "default" in text):
                 text += f" [{default}]"
@@ -243,7 +243,8 @@ def values_of(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if get_origin(hint) is Annotated:
-        return {"type": hint.__metadata__[0], "metavar": "N"}
+        rule = hint.__metadata__[0]  # the words that may be typed, or what reads one
+        return {"choices": rule} if isinstance(rule, tuple) else {"type": rule, "metavar": "N"}
     if hint is bool:  # --resume is --resume true
         return {"type": flag, "nargs": "?", "const": True, "metavar": "BOOL"}
     return {"type": hint}

@@ -51,7 +51,14 @@ from training.tasks.gpt2 import PRESETS
 from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir
 
-THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")  # of --model_parallel_mode
+# What --model_parallel_mode may be: the options that a mode decides, and why.
+THREAD_MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("there is one device, unless you choose a mode",
+             {"num_devices": 1, "balance": "uniform", "schedule": "sequential", "chunks": 1}),
+    "model_parallel": ("in mode model_parallel one stage computes at a time",
+                       {"schedule": "sequential", "chunks": 1}),
+    "pipeline_parallel": ("--pipeline blocks is the course's form", {}),
+}  # fmt: skip
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
@@ -62,8 +69,7 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
 def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The same for options that are parsed."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
-    chosen = "model_parallel_mode" in given.typed
-    modes = (given.model_parallel_mode,) if chosen else THREAD_MODES
+    modes = [given.model_parallel_mode] if "model_parallel_mode" in given.typed else THREAD_MODES
     args = as_it_was(given, shown(PipelineOptions), *modes)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, **sizes())
     rules.require(args, only_for_modes(args))
@@ -74,15 +80,9 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
 
 def decided(args: PipelineOptions) -> dict[str, Any]:
     """The options whose value the mode and the course's form decide."""
-    values: dict[str, Any] = {}
-    if args.model_parallel_mode == "none":
-        values |= {"num_devices": 1, "balance": "uniform"}
-    if args.model_parallel_mode != "pipeline_parallel":  # one device computes at a time
-        values |= {"schedule": "sequential", "chunks": 1}
-        if args.pipeline == "blocks":
-            values["num_microbatches"] = 1
-    elif args.pipeline == "blocks":
-        values |= {"schedule": "gpipe", "chunks": 1}
+    _, values = THREAD_MODES[args.model_parallel_mode]
+    if args.pipeline == "blocks":
+        return {**values, "num_microbatches": 1} if values else {"schedule": "gpipe", "chunks": 1}
     return values
 
 
@@ -94,12 +94,9 @@ def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
         f"torchrun started {started} ranks, and run_pipeline.py is one process",
         "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
     )  # fmt: skip
-    why, more = "there is one device, unless you choose a mode", ""
-    if args.model_parallel_mode == "model_parallel":
-        why = "in mode model_parallel one stage computes at a time"
-    elif args.model_parallel_mode == "pipeline_parallel":
-        why, more = "--pipeline blocks is the course's form", " --pipeline whole"
-    instead = f"leave it out, or use --model_parallel_mode pipeline_parallel{more}"
+    why, others = THREAD_MODES[args.model_parallel_mode]
+    whole = "" if others else " --pipeline whole"
+    instead = f"leave it out, or use --model_parallel_mode pipeline_parallel{whole}"
     for name, value in decided(args).items():
         fits = name not in args.typed or getattr(args, name) == value
         yield name, fits, f"{why}, and it is {value}", instead

@@ -108,8 +108,10 @@ def of_tensor(args: Options) -> Iterator[Rule]:
 def of_experts(args: Options) -> Iterator[Rule]:
     """Experts in the place of the MLPs of a GPT-2 from scratch, dealt out evenly."""
     if args.experts is None:
-        for name in args.typed & {"top_k", "ep", "balance_coefficient"}:
-            yield f"{name} experts", False, "only a model with experts has it", "--experts 8 works"
+        yield from rules.typed(args, [
+            ("top_k ep balance_coefficient", False,
+             "only a model with experts has it", "--experts 8 works"),
+        ])  # fmt: skip
         return
     fits = [ep for ep in range(1, args.experts + 1) if not args.experts % ep and not args.dp % ep]
     works_for_ep = f"--ep {' or '.join(map(str, fits))} works"

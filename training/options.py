@@ -16,7 +16,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
@@ -75,12 +75,9 @@ Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
 ZeroStage = Annotated[int, number_type(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
-if TYPE_CHECKING:
-    ScheduleName = str  # run_pipeline.py has one more, for a device at a time
-else:
-    ScheduleName = Literal[
-        "gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev"
-    ]
+ScheduleName = Annotated[  # run_pipeline.py has one more, for a device at a time
+    str, ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
+]
 
 
 @dataclass
@@ -319,7 +316,7 @@ class Options(
     """the names of the options that a person has typed"""
 
 
-def names_of(*groups: type) -> list[str]:
+def option_names(*groups: type) -> list[str]:
     """The names of the options of these groups."""
     return [field.name for group in groups for field in fields(group)]
 

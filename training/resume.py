@@ -25,7 +25,7 @@ from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import Architecture, Data, O, Options, names_of, spelt
+from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
@@ -35,7 +35,7 @@ from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
-    *names_of(Data, Architecture), "batch_size", "optimizer", "momentum", "learning_rate",
+    *option_names(Data, Architecture), "batch_size", "optimizer", "momentum", "learning_rate",
     "lr_scheduler", "warmup_steps", "max_grad_norm", "precision", "comm_dtype", "seed",
     "max_batches", "vgg_width", "experts", "top_k", "balance_coefficient",
 }  # fmt: skip
