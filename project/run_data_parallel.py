@@ -18,7 +18,7 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.command_line import begin, parse_options, shown
+from project.command_line import begin, parse_options
 from runtime.axes import sizes
 from training.options import Options
 
@@ -63,7 +63,7 @@ def parse_data_parallel(
 
 def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
     """The same for options that are parsed."""
-    args = rules.settled_ranks(as_it_was(given, shown(DataParallelOptions), "ddp"))
+    args = rules.settled_ranks(as_it_was(given, "ddp"))
     args = rules.settled(replace(args, strategy="ddp", **sizes(dp=args.world_size)))
     rules.require(args, rules.of_use(args))
     rules.require(args, rules.rules(args, args.world_size))

@@ -19,7 +19,7 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.command_line import begin, parse_options, shown
+from project.command_line import begin, parse_options
 from runtime.axes import sizes
 from training.options import Count, Options
 
@@ -70,7 +70,7 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The same for options that are parsed."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
     modes = [given.model_parallel_mode] if "model_parallel_mode" in given.typed else THREAD_MODES
-    args = as_it_was(given, shown(PipelineOptions), *modes)
+    args = as_it_was(given, *modes)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, **sizes())
     rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))

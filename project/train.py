@@ -18,7 +18,7 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.command_line import begin, parse_options, shown
+from project.command_line import begin, parse_options
 from project.strategies import STRATEGIES
 from runtime.axes import AXES, FACTORS, named, ranks_of
 from training.options import UNSET, VGG, Count, Fraction, Options, Positive
@@ -86,7 +86,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
 
 def settled_train(given: TrainOptions) -> TrainOptions:
     """The same for options that are parsed."""
-    args = as_it_was(settled_axes(given), shown(TrainOptions), given.strategy)
+    args = as_it_was(settled_axes(given), given.strategy)
     args = rules.settled(stage_rules.settled_chunks(args))
     rules.require(args, train_rules.of_strategy(args))
     return args

@@ -16,7 +16,7 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -80,10 +80,10 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def as_it_was(args: O, names: Iterable[str], *strategies: str) -> O:
-    """With --resume, the options `names` of the run whose newest intact checkpoint is in the
-    workdir, but those that were typed. The layout is taken if that run had one of `strategies`,
-    none of the layout was typed, and torchrun does not decide how many ranks there are."""
+def as_it_was(args: O, *strategies: str) -> O:
+    """With --resume, the options of the run whose newest intact checkpoint is in the workdir, but
+    those that were typed. The layout is taken if that run had one of `strategies`, none of the
+    layout was typed, and torchrun does not decide how many ranks there are."""
     checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
     saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
     left = OF_ONE_START | args.typed
@@ -92,7 +92,7 @@ def as_it_was(args: O, names: Iterable[str], *strategies: str) -> O:
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
     if other or OF_LAYOUT & args.typed:
         left |= OF_LAYOUT
-    taken = {name: saved[name] for name in names if name in saved and name not in left}
+    taken = {name: saved[name] for name in vars(args).keys() & saved.keys() - left}
     for name in taken.keys() & {"n_train", "n_validation", "n_test"}:
         taken[name] = taken[name] or "all"  # as it is typed
     return replace(args, **taken)
@@ -121,7 +121,7 @@ def find_resume(args: Options) -> Resume:
     # A learning rate that decays is a function of the run's length, too.
     fixed = DECIDE if args.lr_scheduler == "constant" else DECIDE | LENGTH
     now, was = options_of(args), state["options"]
-    # Options of this program alone are its own affair; another's may have other defaults.
+    # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
         then = " ".join(spelt(key, was[key]) for key in differ)

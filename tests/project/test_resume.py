@@ -213,7 +213,7 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
 
 def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the unit that is typed; 6 steps of 4 an epoch are two epochs at least."""
-    options = {"strategy": "ddp", "num_batches": 7, "n_epochs": 5}
+    options = {"strategy": "ddp", "num_batches": 7, "n_epochs": 5, "optimizer": "sgd"}
     state = {"steps": 6, "steps_per_epoch": 4, "options": options}
     found = Checkpoint(Path("c"), state, None)
     monkeypatch.setattr("training.resume.newest", lambda _: (found, []))
@@ -224,6 +224,8 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
         return args
 
     assert resumed("").num_batches == 7
+    # What the program has no option for, too.
+    assert parse("run_data_parallel --resume --workdir work").optimizer == "sgd"
     assert resumed("--n_epochs 2").num_batches is None
     for short, least in (("n_epochs 1", 2), ("num_batches 5", 6)):
         with pytest.raises(UserError, match=rf"has done 6 steps; --\w+ {least} or more works"):
