@@ -40,10 +40,9 @@ from planning.search import preferred
 
 START = {
     "matmul_efficiency": 0.6, "memory_efficiency": 0.8, "kernel_us": 2.0, "host_us": 20.0,
-    "link_efficiency": 0.7, "network_efficiency": 0.7, "network_us": 20.0, "collective_us": 50.0,
-    "staged_us": 200.0, "slices_us": 20.0, "step_ms": 10.0,
+    "link_efficiency": 0.7, "collective_us": 50.0, "staged_us": 200.0, "slices_us": 20.0,
+    "step_ms": 10.0,
 }  # fmt: skip
-NETWORK = ("network_efficiency", "network_us")
 TABLES = {  # of a machine: those of which a part is left out, and those that are always fitted
     "a100-80gb": (("vtrain_one_node_a100",), ("narayanan2021_table1_a100",)),
     "h100": (("playbook_one_node_h100", "playbook_nodes_h100"), ()),
@@ -156,8 +155,6 @@ def fitted(begin: Machine, tables: Sequence[Sequence[Row]]) -> Machine:
     """The machine with those constants of START that are best for some rows."""
     # A machine that has none of a cost is of software that has not.
     names = [name for name in START if getattr(begin, name)]
-    if not begin.staged_us:  # few rows of its tables have a network
-        names = [name for name in names if name not in NETWORK]
     drawn = random.Random(0)
     tables = [drawn.sample(list(rows), min(ROWS, len(rows))) for rows in tables]
     weights = np.array([1 / len(rows) for rows in tables for _ in rows])

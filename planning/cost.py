@@ -76,6 +76,7 @@ class PricedStage(NamedTuple):
     exchange: float
     update: float
     parameters: float  # that a GPU has of it
+    shard: float  # of them, those that it alone updates under ZeRO
     held: float  # bytes until the backward of a micro-batch
     working: float  # bytes more, while a backward runs
 
@@ -95,12 +96,15 @@ class PricedStep:
         self.blocks = blocks_of_stages(model, layout, machine)
         self.embedding, self.block, self.head = costs(model, layout, machine)
         self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
-        tp, dp, pp, n = layout.tp, layout.dp, layout.pp, layout.stages
-        outer = layout.order == "pp-dp-tp"  # stages are outermost
-        self.replicas = group(machine, dp, tp if outer else tp * pp)
+        tp, pp, n, ep = layout.tp, layout.pp, layout.stages, layout.ep
+        self.replicas = group(machine, layout.copies, layout.stride)
+        # Of an expert; without --ep experts are as all other parameters.
+        of_expert = layout.copies // ep if ep > 1 else 1
+        self.of_experts = group(machine, of_expert, layout.stride * layout.cp * ep)
+        self.block_size = (model.attention + model.experts // ep * model.mlp) / tp
         self.size = BYTES[layout.precision]
         self.whole, self.entry, self.late = activations(model, layout, machine)
-        self.logits = layout.micro_batch * model.seq * model.vocab / tp
+        self.logits = layout.micro_batch * model.seq * model.vocab / tp / layout.cp
         self.overlapped = machine.overlap in ("gradients", "all")
         self.early = machine.overlap == "all" or (self.overlapped and not layout.zero)
         small = self.simulator(1)
@@ -117,15 +121,21 @@ class PricedStep:
             self.of_ranks[rank].append(stage)
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in of_rank) for of_rank in self.of_ranks]
-        stride = tp * dp if outer else tp  # of neighbouring stages
+        # Of neighbouring stages.
+        stride = tp * layout.copies if layout.order == "pp-dp-tp" else tp
         pair = over_nodes(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
-        sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
+        sent = self.size * layout.micro_batch * model.seq * model.hidden / tp / layout.cp
         # Of what two ranks gather, half is sent.
         self.message = pair.scatter(2 * sent)
         if model.tied and not self.one_table:  # both ends add their gradients of the embedding
             tied = pair.reduce(gradient_bytes(layout) * model.table / tp)
             self.updates[0] += tied
             self.updates[-1] += tied
+
+    @property
+    def nodes(self) -> int:
+        """How many it is on."""
+        return self.layout.gpus // self.machine.gpus_per_node
 
     def simulator(self, num_microbatches: int) -> Simulator:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
@@ -134,26 +144,35 @@ class PricedStep:
         return _prepared(name, pp, num_microbatches, chunks)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
-        layout, dp = self.layout, self.replicas
+        layout, model = self.layout, self.model
         skew = self.machine.skew if layout.tp > 1 else 0.0
         forward, backward, late = (
             Pass().plus(embedding, first).plus(block, blocks).plus(head, last).with_waits(skew)
             for embedding, block, head in zip(self.embedding, self.block, self.head, strict=True)
         )
         tables = first + (last and not self.one_table)
-        number = (blocks * self.model.block + tables * self.model.table) / layout.tp
-        share = layout.dp if layout.zero else 1
-        update = number / share * UPDATE_BYTES / self.machine.memory_per_second
+        number = blocks * self.block_size + tables * model.table / layout.tp
+        apart = blocks * model.experts / layout.ep * model.mlp / layout.tp * (layout.ep > 1)
+        shard = (number - apart + apart * layout.ep) / layout.copies
+
+        def scattered(each: float) -> float:
+            """Seconds to reduce or gather so many bytes of each parameter."""
+            return self.replicas.scatter(each * (number - apart)) + self.of_experts.scatter(
+                each * apart
+            )
+
+        updated = shard if layout.zero else number
+        update = updated * UPDATE_BYTES / self.machine.memory_per_second
         exchange, parts = 0.0, max(1, blocks)
-        scatter = parts * dp.scatter(self.size * number / parts)  # block by block
+        scatter = parts * scattered(self.size / parts)  # block by block
         if layout.zero < 2:
-            sums = gradient_bytes(layout) * number
-            exchange = dp.scatter(sums) if layout.zero else dp.reduce(sums)
+            each = gradient_bytes(layout)
+            exchange = scattered(each) * (1 if layout.zero else 2)
             if self.machine.overlap == "gradients":  # nanotron: DDP's buckets, or all of them after
                 buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
-                exchange = buckets * dp.reduce(sums / buckets)
+                exchange = 2 * buckets * scattered(each / buckets)
             if self.early and tables:  # the embedding's gradient comes last: nothing hides its sum
-                last_sum = exchange * tables * self.model.table / (number * layout.tp)
+                last_sum = exchange * tables * model.table / (number * layout.tp)
                 exchange, update = exchange - last_sum, update + last_sum
         else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
             gather = scatter if layout.zero == 3 else 0.0
@@ -163,10 +182,10 @@ class PricedStep:
         if layout.zero in (1, 2):
             # The parameters that others have updated; or those of the first block to compute.
             update += scatter / (parts if self.machine.overlap == "all" else 1)
-            update += self.machine.slices_us * 1e-6 * layout.dp * blocks
+            update += self.machine.slices_us * 1e-6 * layout.copies * blocks
         passes = Passes(forward, backward, late)
         held, working = self._memory_of_stage(blocks, tables, last, halves)
-        return PricedStage(passes, exchange, update, number, held, working)
+        return PricedStage(passes, exchange, update, number, shard, held, working)
 
     def _memory_of_stage(
         self, blocks: int, tables: int, last: bool, halves: bool
@@ -187,8 +206,8 @@ class PricedStep:
             working += 2 * self.size * self.model.table / self.layout.tp
         if self.layout.zero == 3:
             # Gathered: the tables, the block that computes, with its gradients, and the next one.
-            gathered = 3 * self.model.block + tables * self.model.table
-            working += self.size * gathered / self.layout.tp
+            tables_size = tables * self.model.table / self.layout.tp
+            working += self.size * (3 * self.block_size + tables_size)
         return held, working
 
     def _exposed(self, seconds: float, work: float) -> float:
@@ -284,16 +303,20 @@ class PricedStep:
     def memory(self) -> list[Memory]:
         """Per rank of the pipeline."""
         layout, ranks = self.layout, list[Memory]()
-        share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
+        sharded = [layout.zero >= first for first in (3, 2, 1)]
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
         single = self.size == 4 or layout.zero == 3
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-        held = [stage.held for stage in self.stages]
-        peaks = self._numbers(lambda s: peak_alive(s.schedule, held.__getitem__))
+        each = [stage.held for stage in self.stages]
+        peaks = self._numbers(lambda s: peak_alive(s.schedule, each.__getitem__))
         for of_rank, peak in zip(self.of_ranks, peaks, strict=True):
-            number = sum(stage.parameters for stage in of_rank)
-            a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
+            whole = sum(stage.parameters for stage in of_rank)
+            shard = sum(stage.shard for stage in of_rank)
+            a, b, c = (
+                size * (shard if part else whole)
+                for size, part in zip(states, sharded, strict=True)
+            )
             working = max(stage.working for stage in of_rank)
             ranks.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return ranks

@@ -18,7 +18,7 @@ import yaml
 
 from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
-RANKS = ("dp", "pp", "tp")  # the fields of a layout whose product is its GPUs
+RANKS = ("dp", "cp", "pp", "tp")  # the fields of a layout whose product is its GPUs
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -54,6 +54,10 @@ class Model:
     """the head has the embedding's weights; default: true, except for Llama"""
     kv_heads: int | None = None
     """heads of keys and values; default: as many as heads"""
+    experts: int = 1
+    """MLPs of a block, of which a router chooses; default: 1"""
+    top_k: int = 1
+    """experts that compute a position; default: 1"""
 
     @property
     def kv_share(self) -> float:
@@ -61,10 +65,19 @@ class Model:
         return (self.kv_heads or self.heads) / self.heads
 
     @cached_property
+    def attention(self) -> int:
+        """Parameters of a block's attention, without biases and norms."""
+        return round((2 + 2 * self.kv_share) * self.hidden) * self.hidden
+
+    @cached_property
+    def mlp(self) -> int:
+        """Parameters of a block's MLP, or of one of its experts."""
+        return (2 + self.gated_mlp) * self.ffn * self.hidden
+
+    @property
     def block(self) -> int:
-        """Parameters of a block, without biases and norms."""
-        attention = round((2 + 2 * self.kv_share) * self.hidden)
-        return (attention + (2 + self.gated_mlp) * self.ffn) * self.hidden
+        """Parameters of a block."""
+        return self.attention + self.experts * self.mlp
 
     @property
     def table(self) -> int:
@@ -79,7 +92,7 @@ class Model:
     def flops(self, sequences: int) -> float:
         """Operations of the model in a step, recomputation not counted: attention looks back
         only, so that half of its products count."""
-        block = 2 * self.block + 2 * self.seq * self.hidden
+        block = 2 * (self.attention + self.top_k * self.mlp) + 2 * self.seq * self.hidden
         return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
 
 
@@ -99,7 +112,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is laid out. Its options are those of train.py.
+    """How a step is laid out. Its options are those of train.py. ``dp`` counts all replicas; groups
+    of ``ep`` of them share the experts.
 
     ``order``: which ranks are neighbours, outermost first. Tensor is always innermost: train.py has
     replicas outermost (dp-pp-tp), Megatron-LM and nanotron have stages outermost (pp-dp-tp).
@@ -109,10 +123,16 @@ class Layout:
     """default in predict: dp x pp x tp, in search: one node"""
     dp: int = 1
     """replicas"""
+    cp: int = 1
+    """parts of every sequence"""
     pp: int = 1
     """stages of layers"""
     tp: int = 1
     """parts of every matrix"""
+    ep: int = 1
+    """replicas that share the experts; divides dp"""
+    attention: Annotated[str, ("ring", "heads")] = "ring"
+    """how parts of a sequence attend to each other; default in predict: ring"""
     micro_batch: int = 1
     """sequences per micro-batch"""
     batch_size: int = 1
@@ -140,6 +160,16 @@ class Layout:
     def stages(self) -> int:
         """The number of stages: ranks times chunks."""
         return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same parameters, but for experts."""
+        return self.dp * self.cp
+
+    @property
+    def stride(self) -> int:
+        """From a rank to the one that has the next positions."""
+        return self.tp * (1 if self.order == "pp-dp-tp" else self.pp)
 
     def nodes(self, most: int) -> int:
         """The fewest nodes of ``most`` GPUs at most that have equally many each. Raises ValueError
@@ -175,6 +205,15 @@ class Layout:
              f"blocks, and the model has {model.layers}; fewer stages work"),
             (self.chunks is None or self.pp > 1,
              f"--chunks {self.chunks} --pp {self.pp}: one rank has one stage; leave --chunks out"),
+            (self.attention == "ring" or heads % (self.cp * self.tp) == 0,
+             f"--attention heads --cp {self.cp} --tp {self.tp} --n_head {heads}: ranks have whole "
+             "heads; --attention ring works"),
+            (model.experts % self.ep == 0 and self.dp % self.ep == 0,
+             f"--ep {self.ep} --experts {model.experts} --dp {self.dp}: ranks have equally many "
+             f"experts; --ep {math.gcd(model.experts, self.dp)} works"),
+            (1 <= model.top_k <= model.experts,
+             f"--top_k {model.top_k} --experts {model.experts}: a position has at most all of "
+             f"them; --top_k {model.experts} works"),
             (self.zero < 2 or self.pp == 1,
              f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all gradients; "
              "--zero 1, or --pp 1, works"),

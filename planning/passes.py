@@ -7,7 +7,11 @@ Collectives are rings.
 
 The model and its constants are explained in docs/planning.md, and what it leaves out.
 
-Glossary: t tokens of a micro-batch, h width, f width of the MLP, v vocabulary, s sequence.
+A rank of context parallelism has t of the tokens. Its attention needs the keys and values of all:
+they go round a ring, beside the products of scores, or heads and positions are exchanged, twice.
+Experts are taken to be chosen equally often: a rank sends its tokens to them, and has them back.
+
+Glossary: t tokens of a rank's micro-batch, h width, f width of the MLP, v vocabulary, s sequence.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ class Pass(NamedTuple):
     attention: float = 0
     elementwise: float = 0  # norms, dropout, residuals, activations, the loss, adding gradients
     tensor: float = 0  # collectives of tensor parallelism
+    context: float = 0  # of context parallelism, what attention does not hide
+    experts: float = 0  # exchanges of tokens with the experts of other ranks
     host: float = 0  # starting kernels and collectives
     gathering: float = 0  # collectives of ZeRO-2 and 3 that do not overlap
 
@@ -43,7 +49,7 @@ class Pass(NamedTuple):
     @property
     def device(self) -> float:
         """Seconds of the GPU."""
-        return self.products + self.attention + self.elementwise + self.tensor
+        return sum(self[:6])
 
     @property
     def seconds(self) -> float:
@@ -106,8 +112,8 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     """What a micro-batch costs on one of the tp ranks of a stage: in the embedding, in a block, and
     in the head."""
     tp, size, s = layout.tp, BYTES[layout.precision], model.seq
-    b, h, f = layout.micro_batch, model.hidden, model.ffn
-    t = b * s
+    b, h, f, cp = layout.micro_batch, model.hidden, model.ffn, layout.cp
+    t = b * s // cp
     rate, memory = machine.per_second(layout.precision), machine.memory_per_second
     kernel = machine.kernel_us * 1e-6
 
@@ -119,33 +125,42 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     wide, narrow = h // model.heads * heads, -(-f // tp)
     up = (1 + model.gated_mlp) * narrow
     queries_keys_values = wide + 2 * round(wide * model.kv_share)
-    shapes = [(h, queries_keys_values), (wide, h), (h, up), (narrow, h)]  # features in, out
+    own_experts = model.experts // layout.ep
+    routed = t * model.top_k // own_experts  # tokens of each of them
     # A product of t x k and k x n takes as long as those of its gradients, t x n x k and k x t x n.
-    products = sum(product(t, n, k) for k, n in shapes)
-    launches = LAUNCHES
+    products = product(t, queries_keys_values, h) + product(t, h, wide)  # features out, in
+    products += own_experts * (product(routed, up, h) + product(routed, h, narrow))
+    launches = LAUNCHES + (own_experts - 1) * LAUNCHES // 4
     if machine.attention == "flash":
-        attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
+        attend = 2.0 * b * s * s * wide / cp / (FLASH * rate) + kernel
         attention = (attend, 2.5 * attend)
     else:  # with all scores in memory: two products, softmax, dropout; twice as many backward
         if b * heads % 4:  # Megatron-LM's kernel for softmax takes four matrices at a time
             launches += UNFUSED_SOFTMAX
-        scores = b * heads * s * s
-        one = product(s, s, h // model.heads, b * heads)
+        scores = b * heads * s * s // cp
+        one = product(s // cp, s, h // model.heads, b * heads)
         attention = (2 * one + 4.5 * size * scores / memory, 4 * one + 5.5 * size * scores / memory)
     # Bytes per token: norms, dropout and residuals; what lies between the matrices.
     shared = 11 * size * h / (tp if layout.sequence_parallel else 1)
-    own = size * (6 * h + (5 if model.gated_mlp else 2) * f) / tp
+    own = size * (6 * h + model.top_k * (5 if model.gated_mlp else 2) * f) / tp
     passed = t * (shared + own) / memory + 8 * kernel
     # Seconds to add a parameter's gradient.
     added = (size + 2 * gradient_bytes(layout)) / tp / memory
     exchanged = 2 * group(machine, tp, 1).reduce(size * t * h)
+    context = _context(model, layout, machine, attention)
+    # To the experts and back.
+    sharers = group(machine, layout.ep, layout.stride * cp)
+    sent = 2 * sharers.scatter(size * t * model.top_k * h)
     host = machine.host_us * 1e-6
     crowded = layout.pp > 1 and layout.gpus > machine.gpus_per_node
     collective_us = machine.collective_us + crowded * machine.staged_us * tp
     collective = (2 if tp > 1 else 0) * collective_us * 1e-6
-    there = Pass(products, attention[0], passed, exchanged, launches * host + collective)
+    there = Pass(
+        products, attention[0], passed, exchanged, context[0], sent, launches * host + collective
+    )
+    grown = model.attention + own_experts * model.mlp
     back = Pass(
-        2 * products, attention[1], 2 * passed + model.block * added, exchanged,
+        2 * products, attention[1], 2 * passed + grown * added, exchanged, context[1], sent,
         2 * launches * host + collective,
     )  # fmt: skip
     if layout.recompute == "always":
@@ -155,18 +170,33 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     elif layout.recompute == "selective" and machine.attention != "flash":
         back = back.plus(Pass(attention=attention[0]))
     elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
-        back = back.plus(Pass(products / 2, 0, passed, 0, launches * host / 2))
+        back = back.plus(Pass(products / 2, 0, passed, host=launches * host / 2))
     v = -(-model.vocab // tp)
     logits, last = t * v / memory, product(t, v, h)  # logits: seconds per byte of each
     # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
     embedding = Passes(Pass(tensor=exchanged / 2, host=collective / 2), Pass(), Pass())
     head = Passes(
-        Pass(last, 0, 28 * logits, 0, LAUNCHES * host),
-        Pass(2 * last, 0, 12 * logits + model.table * added,
-             exchanged / 2, 2 * LAUNCHES * host + collective / 2),
+        Pass(last, 0, 28 * logits, host=LAUNCHES * host),
+        Pass(2 * last, 0, 12 * logits + model.table * added, exchanged / 2,
+             host=2 * LAUNCHES * host + collective / 2),
         Pass(last, host=LAUNCHES * host / 2),
     )  # fmt: skip
     return embedding, Passes(there, back, Pass(products, host=LAUNCHES * host)), head
+
+
+def _context(
+    model: Model, layout: Layout, machine: Machine, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds that a block's attention, forward and backward, waits for other ranks' positions."""
+    ranks = group(machine, layout.cp, layout.stride)
+    tokens = BYTES[layout.precision] * layout.micro_batch * model.seq * model.hidden / layout.tp
+    if layout.attention == "heads":  # of queries, keys, values and results
+        exchange = ranks.scatter((2 + 2 * model.kv_share) * tokens / layout.cp)
+        return exchange, exchange
+    ring = ranks.scatter(2 * model.kv_share * tokens)  # of all keys and values
+    hidden = 0.0 if machine.overlap == "nothing" else 1.0
+    forward, backward = (hidden * seconds for seconds in attention)
+    return max(0.0, ring - forward), max(0.0, 2 * ring - backward)  # and their gradients
 
 
 def gradient_bytes(layout: Layout) -> int:
@@ -177,7 +207,8 @@ def gradient_bytes(layout: Layout) -> int:
 def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float, float]:
     """Bytes that a block holds for the backward of a micro-batch, those of its input alone, and
     those of the gradients of its products, which wait for the half of backward for weights."""
-    t, tp, size = layout.micro_batch * model.seq, layout.tp, BYTES[layout.precision]
+    t = layout.micro_batch * model.seq // layout.cp
+    tp, size = layout.tp, BYTES[layout.precision]
     shared = tp if layout.sequence_parallel else 1
     unfused = machine.attention != "flash"
     # Inputs of both norms, masks of dropout, and what the norms give to the matrices.
@@ -188,7 +219,9 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     gated = model.gated_mlp
     copies = gated and layout.zero < 2 and machine.gathered == "kept"
     heads = (3 if copies else 2) * (1 + model.kv_share) * model.hidden
-    inside = size * (heads + (2 + 2 * gated + copies) * model.ffn) / tp
+    inside = size * (heads + model.top_k * (2 + 2 * gated + copies) * model.ffn) / tp
+    if model.experts > 1:  # what each expert was given, and what it gave
+        inside += size * model.top_k * 2 * model.hidden
     if layout.recompute == "selective" and layout.zero > 1:
         # torch's keeps every other product, of q k v, output, up, gate, down: q, v, up and, if
         # gated, down; the heads' output, and the block's input.
@@ -197,6 +230,7 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     scores = 0.0
     if unfused and layout.recompute != "selective":
         scores = (2 * size + 1) * model.heads * model.seq / tp
-    late = size * ((1 + 2 * model.kv_share) * model.hidden + (1 + gated) * model.ffn) / tp
+    late = (1 + 2 * model.kv_share) * model.hidden + model.top_k * (1 + gated) * model.ffn
+    late *= size / tp
     late += size * 2 * model.hidden
     return t * (outside + inside + scores), t * size * model.hidden / shared, t * late

@@ -1,12 +1,18 @@
-"""Searches all layouts of a model over GPUs: the fastest that fit, and why others are slower.
+"""Searches all layouts of a model over GPUs: which of those that fit to take, and why not others.
 
 Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its step. Layouts are
-simulated in the order of their bounds, until a bound is above the seconds of the best that were
-found. So the search finds what simulating all layouts would find.
+simulated in the order of their bounds, until a bound is above all that is asked for. So the search
+finds what simulating all layouts would find.
+
+A prediction is off by a few percent (docs/planning.md), so layouts that differ by less than two
+such errors together are equal. Of these the search prefers the one with the fewest kinds of
+parallelism, then with the least memory.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -23,12 +29,17 @@ KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
 SLOW = "zbv"  # of these: its lists take long to make
+USUAL = (("zero", 0), ("recompute", "never"), ("cp", 1), ("ep", 1), ("attention", "ring"))
+MOST_SHARDED = 16  # nodes of a run with ZeRO-2 or 3
+FEWEST = 2048  # positions of a rank, where sequences are cut
 # By the part of a step that grows most, why a layout is slower; share: this part's of its step.
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
     "elementwise": "norms, dropout, activations and the adding of gradients take longer",
     "tensor": "{share} of the step waits for the all-reduces of its matrices",
+    "context": "{share} of the step waits for keys and values of other positions",
+    "experts": "{share} of the step its tokens travel to experts and back",
     "host": "{share} of the step the GPUs wait for the host, which starts many small kernels",
     "gathering": "{share} of the step waits for gathered parameters and reduced gradients",
     "fill": "{share} of the step is the filling and draining of its pipeline",
@@ -50,9 +61,12 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
     batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
     may_split = given.get("sequence_parallel", True)
-    for tp, pp in product(divisors(gpus), divisors(gpus)):
-        dp = gpus // (tp * pp)
-        if dp * tp * pp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
+    axes = product(divisors(gpus), divisors(gpus), divisors(gpus))
+    for tp, pp, cp in axes:
+        dp = gpus // (tp * pp * cp)
+        if dp * tp * pp * cp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
+            continue
+        if cp > 1 and model.seq // cp < FEWEST and cp != given.get("cp"):
             continue
         kinds = list(KINDS[:1])
         if pp > 1:
@@ -60,10 +74,17 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             kind = given.get("schedule", "interleaved"), given.get("chunks")
             if kind not in (*kinds, ("interleaved", None)):
                 kinds.append(kind)
-        zeros = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
-        for b, (schedule, chunks), zero, recompute in product(batches, kinds, zeros, again):
+        zeros = (
+            (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
+        )
+        # train.py cuts experts over replicas only.
+        eps = divisors(math.gcd(dp, model.experts)) if tp == 1 else [1] * (model.experts == 1)
+        ways = ("ring", "heads") if cp > 1 and model.heads % (cp * tp) == 0 else ("ring",)
+        for b, (schedule, chunks), zero, recompute, ep, way in product(
+            batches, kinds, zeros, again, eps, ways
+        ):
             layout = Layout(
-                gpus, dp, pp, tp, b, batch_size, schedule, chunks, zero, recompute,
+                gpus, dp, cp, pp, tp, ep, way, b, batch_size, schedule, chunks, zero, recompute,
                 given.get("precision", "bf16"), may_split and tp > 1 and model.seq % tp == 0,
             )  # fmt: skip
             legal = batch_size // dp % b == 0 and layout.stages <= model.layers
@@ -72,39 +93,84 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
 
 
 def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
-    """The fastest steps that fit, fastest first."""
+    """The fastest steps that fit, fastest first: at least all that are equal to the first, and one
+    of each of ``top`` cuts of the model."""
     best: list[PricedStep] = []
     for step in sorted(steps, key=lambda step: step.least_seconds):
-        if len(best) >= top and step.least_seconds > best[-1].seconds:
-            break
+        rows = one_of_each_cut(best)
+        if len(rows) >= top:
+            slowest = max(rows[top - 1].seconds, slowest_equal(best[0]))
+            if step.least_seconds > slowest:
+                break
         if step.fits:
-            best = sorted([*best, step], key=lambda step: step.seconds)[:top]
+            insort(best, step, key=lambda step: step.seconds)
     return best
 
 
+def one_of_each_cut(steps: Iterable[PricedStep]) -> list[PricedStep]:
+    """The first of each."""
+    rows: dict[tuple[int, ...], PricedStep] = {}
+    for step in steps:
+        rows.setdefault(cut(step.layout), step)
+    return list(rows.values())
+
+
+def cut(layout: Layout) -> tuple[int, ...]:
+    """Its ranks on each axis."""
+    return tuple(getattr(layout, axis) for axis in RANKS)
+
+
 def limits(step: PricedStep) -> tuple[float, float]:
-    """Seconds that the step stays between, in two of three runs that the planner had not seen."""
+    """Between which seconds two of three runs were that the planner had not seen."""
     return step.seconds * (1 - step.machine.error), step.seconds * (1 + step.machine.error)
 
 
+def slowest_equal(step: PricedStep) -> float:
+    """The seconds up to which another layout is equal: two errors add up to √2 of one."""
+    return step.seconds * (1 + math.sqrt(2) * step.machine.error)
+
+
 def preferred(steps: Sequence[PricedStep]) -> PricedStep:
-    """Of steps, the fastest first: of those whose range meets the first one's the one of the fewest
-    kinds of parallelism, and then of the least memory."""
-    slowest = limits(steps[0])[1]
-    equal = [step for step in steps if limits(step)[0] <= slowest]
-    return min(equal, key=lambda step: (kinds(step.layout), step.memory_gb))
+    """Of steps, the fastest first: of those that are equal to the first, the one with the fewest
+    kinds of parallelism, and of these with the least memory. What is larger than all runs that the
+    planner has seen comes last."""
+    equal = [step for step in steps if step.seconds <= slowest_equal(steps[0])]
+    return min(equal, key=lambda step: (beyond(step), kinds(step.layout), step.memory_gb))
+
+
+def beyond(step: PricedStep) -> int:
+    """The most nodes of any run that was seen, if the step is on more; else 0. Of gathered
+    parameters there were none on more than 16."""
+    most = step.machine.measured_nodes
+    most = min(most, MOST_SHARDED) if step.layout.zero > 1 else most
+    return most if step.nodes > most else 0
+
+
+def doubts(step: PricedStep) -> str:
+    """How sure all of this is, in a few lines."""
+    where = step.machine
+    said = (
+        f"Two of three runs that the planner had not seen took within {where.error:.0%} of what it "
+        f"said. Layouts that differ\nby less than {math.sqrt(2) * where.error:.1%} are equal: the "
+        "first has the fewest kinds of parallelism of them, then the least memory."
+    )
+    if not where.measured_nodes:
+        return f"{said}\nBut none was on this machine: nobody knows how wrong it is here."
+    if most := beyond(step):
+        said += f"\nBut none was on more than {most} nodes: nobody knows how wrong it is here."
+    return said
 
 
 def kinds(layout: Layout) -> int:
     """How many kinds of parallelism the layout has."""
-    return sum(getattr(layout, axis) > 1 for axis in RANKS)
+    return sum(ranks > 1 for ranks in cut(layout))
 
 
 def search(
     model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: Any
 ) -> list[PricedStep]:
-    """The fastest layouts that fit, fastest first. Raises ValueError if none fits, with the one
-    that needs least."""
+    """The layout to take, and the fastest of other cuts of the model, all of which fit. Raises
+    ValueError if none fits, with the one that needs least."""
     Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that no batch helps
     steps = [
         PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
@@ -128,14 +194,16 @@ def search(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
-    return best
+    return one_of_each_cut([preferred(best), *best])[:top]
 
 
 def why(best: PricedStep, other: PricedStep) -> str:
-    """One clause: by how much the other layout is slower, and what takes longer in it."""
+    """One clause: why the other layout is not taken: it is slower, and what takes longer in it, or
+    as fast for all that is known."""
     slower = other.seconds / best.seconds - 1
-    if slower < 0.0005:
-        return f"as fast, with {other.memory_gb - best.memory_gb:+.0f} GiB"
+    if other.seconds <= slowest_equal(best):
+        more = f"{other.memory_gb - best.memory_gb:+.0f} GiB"
+        return f"equal ({slower:+.1%}), with {more}; kinds of parallelism: {kinds(other.layout)}"
     if other.layout.recompute != "never" == best.layout.recompute:
         return f"{slower:.1%} slower: it computes every forward twice"
     grown = {part: seconds - best.parts[part] for part, seconds in other.parts.items()}
@@ -154,10 +222,12 @@ def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
         del given["schedule"], given["chunks"]
     if layout.tp == 1:
         del given["sequence_parallel"]
+    if layout.cp == 1:
+        del given["attention"]
     return " ".join(
         f"--{k}" if v is True else f"--{k} {v}"
         for k, v in given.items()
-        if v not in (None, False) and (k, v) not in (("zero", 0), ("recompute", "never"))
+        if v not in (None, False) and (k, v) not in USUAL
     )
 
 
@@ -173,13 +243,16 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
         )
     sizes = f"--n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
     words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
-    if preset and replace(model_of(preset), seq=model.seq) == model:
+    usual = replace(model, experts=1, top_k=1)
+    if preset and replace(model_of(preset), seq=model.seq) == usual:
         words = f"--model {preset}"
+    if model.experts > 1:
+        words += f" --experts {model.experts} --top_k {model.top_k}"
     # train.py has the number of micro-batches in place of their size.
     names = tuple(name for name in NAMES if name not in (*RANKS, "micro_batch"))
     if layout.gpus == 1:
         words = f"single {words}"
-    elif layout.pp == layout.tp == 1 and layout.zero != 1:
+    elif layout.pp == layout.tp == layout.cp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
         words, names = f"3d {words}", (*RANKS, *names)

@@ -138,10 +138,11 @@ def machine_named(name: str, network: str | None = None, link: str | None = None
 def as_json(step: PricedStep) -> dict[str, Any]:
     """The keys that docs/planning_details.md describes."""
     return {
-        "seconds_per_step": step.seconds, "tokens_per_second": step.tokens_per_second,
-        "tflops_per_gpu": step.tflops, "bubble": step.bubble, "seconds": step.parts,
-        "memory_gb": step.memory_gb, "memory_limit_gb": step.machine.memory_gb,
-        "fits": step.fits, "memory_of_stages": [m._asdict() for m in step.memory],
+        "seconds_per_step": step.seconds, "seconds_between": search.limits(step),
+        "tokens_per_second": step.tokens_per_second, "tflops_per_gpu": step.tflops,
+        "bubble": step.bubble, "seconds": step.parts, "memory_gb": step.memory_gb,
+        "memory_limit_gb": step.machine.memory_gb, "fits": step.fits,
+        "memory_of_stages": [m._asdict() for m in step.memory],
         "blocks_of_stages": step.blocks, "layout": asdict(step.layout),
         "num_microbatches": step.layout.num_microbatches,
     }  # fmt: skip
@@ -179,7 +180,7 @@ def run_predict(args: argparse.Namespace) -> None:
 
 
 def run_search(args: argparse.Namespace) -> None:
-    """Searches the fastest layouts."""
+    """Searches the layout to take, and others to compare it with."""
     model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
     where = machine_named(args.machine, args.network, args.link)
     fixed = {name: getattr(args, name) for name in search.NAMES}
@@ -189,15 +190,21 @@ def run_search(args: argparse.Namespace) -> None:
     reasons = ["", *(search.why(best[0], step) for step in best[1:])]
     if args.json:
         steps = [as_json(step) | {"why": why} for step, why in zip(best, reasons, strict=True)]
-        print(json.dumps({"best": steps, "command": command}, indent=1))
+        print(json.dumps({"best": steps, "doubts": search.doubts(best[0]), "command": command}))
         return
-    print(f"{'seconds':>9} {'tokens/s':>11} {'GiB':>6} {'bubble':>7}  layout")
+    name, nodes = args.model or "a model", best[0].nodes
+    print(f"{name}, {model.parameters / 1e6:,.0f} million parameters, {args.batch_size} sequences "
+          f"of {model.seq} tokens a step,\n{gpus} x {where.name} on {nodes} "
+          f"{'nodes' if nodes > 1 else 'node'}\n\n"
+          f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip
     for step, why in zip(best, reasons, strict=True):
-        print(f"{step.seconds:9.4g} {step.tokens_per_second:11,.0f} {step.memory_gb:6.1f} "
-              f"{step.bubble:7.1%}  {search.options(step.layout)}")  # fmt: skip
+        least, most = search.limits(step)
+        between = f"{least:.3g} and {most:.3g}"
+        print(f"{step.seconds:8.4g} {between:>16} {step.tokens_per_second:11,.0f} "
+              f"{step.memory_gb:6.1f}  {search.options(step.layout)}")  # fmt: skip
         if why:
-            print(f"{'':38}{why}")
-    print(f"\n{command}")
+            print(f"{'':46}{why}")
+    print(f"\n{search.doubts(best[0])}\n\n{command}")
     if command.startswith("torchrun"):
         print("  (on every host; FIRST_HOST is the name of one of them, THIS_HOST its own)")
 

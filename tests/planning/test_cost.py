@@ -160,13 +160,71 @@ def test_collectives_of_stages_on_several_nodes_cost_the_host_more() -> None:
     own = machine("h100")
 
     def host(gpus: int, pp: int, tp: int) -> float:
-        layout = Layout(gpus, gpus // pp // tp, pp, tp, batch_size=64)
+        layout = Layout(gpus, gpus // pp // tp, pp=pp, tp=tp, batch_size=64)
         return PricedStep(MODEL, layout, own).block.forward.host
 
     alone = host(16, 1, 1)
     assert host(16, 2, 1) == alone
     assert host(16, 1, 4) == host(8, 2, 4) == pytest.approx(alone + 2 * 183e-6)
     assert host(16, 2, 4) == pytest.approx(alone + 2 * (183 + 4 * 426) * 1e-6)
+
+
+def test_a_part_of_the_positions_needs_a_part_of_the_memory_and_the_keys_of_the_others() -> None:
+    """2 of 8 ranks share each sequence: of 2 x 1024 tokens each has half. It has all parameters,
+    whose gradients all 8 ranks add. Keys and values of all tokens, 2 x 1024 numbers each of 2 B, go
+    round a ring, and in backward their gradients, too; attention hides as much as it takes. Or half
+    of queries, keys, values and results go to the other rank, and nothing hides that."""
+    flash = replace(A100, attention="flash")
+    whole = PricedStep(MODEL, Layout(8, dp=8, micro_batch=2, batch_size=16), flash)
+    layout = Layout(8, dp=4, cp=2, micro_batch=2, batch_size=16)
+    cut = PricedStep(MODEL, layout, flash)
+    for kept in ("whole", "entry", "late", "logits"):
+        assert getattr(cut, kept) == getattr(whole, kept) / 2
+    assert cut.replicas == whole.replicas
+    forward, backward = cut.block.forward, cut.block.backward
+    full = whole.block.forward
+    assert forward.attention == pytest.approx(full.attention / 2, rel=0.03)
+    assert forward.products == pytest.approx(full.products / 2, rel=0.03)
+    slow = replace(flash, link_gbs=1)
+    ring = group(slow, 2, 1).scatter(2 * 2 * 1024 * 1024 * 2)
+    step = PricedStep(MODEL, layout, slow).block
+    assert step.forward.context == pytest.approx(ring - forward.attention)
+    assert step.backward.context == pytest.approx(2 * ring - backward.attention)
+    assert forward.context < 1e-7  # over NVLink
+    alone = PricedStep(MODEL, layout, replace(slow, overlap="nothing")).block
+    assert alone.forward.context == pytest.approx(ring)
+    heads = PricedStep(MODEL, replace(layout, attention="heads"), slow).block
+    exchange = group(slow, 2, 1).scatter(4 * 1024 * 1024 * 2)
+    assert heads.forward.context == heads.backward.context == pytest.approx(exchange)
+    staged = PricedStep(MODEL, Layout(8, cp=2, pp=4, micro_batch=2, batch_size=16), A100)
+    assert staged.message == pytest.approx(group(A100, 2, 1).scatter(2 * 2 * 1024 * 1024), rel=1e-3)
+
+
+def test_ranks_share_experts_and_send_tokens_to_them() -> None:
+    """8 experts over 4 of 8 ranks: each holds 2, which another rank has, too. 4 x 1024 tokens go to
+    2 experts each and come back, and as many gradients."""
+    model = replace(MODEL, experts=8, top_k=2)
+    assert model.parameters - MODEL.parameters == 7 * 24 * 8 * 1024 * 1024
+    layout = Layout(8, dp=8, ep=4, micro_batch=4, batch_size=32)
+    whole, shared = (
+        PricedStep(model, replace(layout, ep=ranks), replace(A100, overlap="zero"))
+        for ranks in (1, 4)
+    )
+    experts, others = 24 * 8 * model.mlp, 24 * model.attention + model.table
+    assert whole.stages[0].parameters == experts + others
+    assert shared.stages[0].parameters == experts / 4 + others
+    assert shared.stages[0].shard == pytest.approx(experts / 8 + others / 8)
+    assert shared.memory[0].gradients == 4 * (experts / 4 + others)
+    sums = group(A100, 8, 1).reduce(4 * others) + group(A100, 2, 4).reduce(experts)
+    assert shared.stages[0].exchange == pytest.approx(sums)
+    sent = 2 * group(A100, 4, 1).scatter(4 * 1024 * 2 * 1024 * 2)
+    assert shared.block.forward.experts == shared.block.backward.experts == pytest.approx(sent)
+    assert whole.block.forward.experts == 0
+    # The tokens of a rank times 2 experts, either way.
+    dense = PricedStep(replace(MODEL, ffn=8192), replace(layout, ep=1), A100).block.forward
+    for step in (whole, shared):
+        assert step.block.forward.products == pytest.approx(dense.products, rel=0.1)
+    assert model.flops(1) == replace(MODEL, ffn=8192).flops(1)
 
 
 def test_memory_is_what_can_be_counted() -> None:
@@ -376,8 +434,8 @@ def test_no_order_takes_less_than_the_bound_of_the_search() -> None:
         m, b = draw.randrange(1, 60), draw.choice((1, 2, 8))
         zero = draw.randrange(2 if pp > 1 else 4)
         layout = Layout(
-            dp * pp * tp, dp, pp, tp, b, dp * b * m, schedule, None, zero,
-            recompute=draw.choice(("never", "always")),
+            dp * pp * tp, dp, pp=pp, tp=tp, micro_batch=b, batch_size=dp * b * m,
+            schedule=schedule, zero=zero, recompute=draw.choice(("never", "always")),
             order=draw.choice(("dp-pp-tp", "pp-dp-tp")),
         )  # fmt: skip
         where = replace(
