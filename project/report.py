@@ -2,6 +2,7 @@
 
     python project/report.py workdir                            writes workdir/report.html
     python project/report.py workdir_ddp workdir_3d --machine machine.yaml --output both.html
+    python project/report.py --explore                          writes explore.html, of no run
 
 Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, sliders
 that simulate it again with more micro-batches, another schedule, or another cut, every idle gap
@@ -11,6 +12,9 @@ file, or `this` for this computer.
 
 The page needs no network, and no JavaScript but for the sliders. Every number in it comes from the
 files of the runs.
+
+The page of --explore is to learn with: any schedule, its step and why ranks wait; an action that is
+moved to another place of its list, and what that breaks or costs; puzzles.
 """
 
 from __future__ import annotations
@@ -33,7 +37,6 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -47,34 +50,36 @@ from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import read_json
 from project.figures.gantt import draw_step
+from project.figures.pages import PAGE, explore, page_of, scripts
 from project.figures.runs import Run, speed_up
-from project.figures.style import LINES, picture, readable
+from project.figures.style import LINES, picture
 from project.plan import machine_named
 from project.plot import describe as in_words
-from runtime.axes import named, place_of, ranks_of, sizes
+from runtime.axes import place_of, ranks_of, sizes
 from training.files import METRICS, OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
-
-PAGE = Path(__file__).parent / "page"
 
 
 def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="the --workdir of a finished run")
+    add("runs", type=Path, nargs="*", metavar="RUN", help="the --workdir of a finished run")
+    add("--explore", action="store_true", help="a page to learn with, which needs no run")
     add(
         "--machine",
         metavar="NAME",
         help="predict the runs for this machine, as plan.py --machine does",
     )
-    add(
-        "--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder"
-    )
+    add("--output", "--out", type=Path, metavar="FILE",
+        help="default: report.html in the first run's folder, or explore.html")  # fmt: skip
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
         help="HTML template, such as a course's; default: project/page/report.html")  # fmt: skip
     args = parser.parse_args(argv)
+    if args.explore == bool(args.runs):
+        given = "--explore needs no RUN" if args.explore else "RUN is missing"
+        parser.error(f"{given}; `report.py workdir` or `report.py --explore` works")
     if not args.template.is_file():
         parser.error(f"--template {args.template}: there is no such file; it may be left out")
     return args
@@ -292,22 +297,11 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> Path:
 
 def render(runs: Sequence[Reported], template: Path) -> str:
     """The page. Raises UserError if the files of a run are missing."""
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {
-        "named": named,
-        "number": readable,
-        "tiny": lambda value: f"{value:.1e}" if value else "0",
-        "share": lambda value: f"{value:.1%}",
-        "ms": lambda value: f"{1e3 * value:.1f}",
-    }
     finished = [run for run in runs if "step_seconds" in run.summary]
     compared = gradients(runs)
     names = {run.name for run in finished} | {row["name"] for row in compared}
-    return environment.get_template(template.name).render(
+    return page_of(
+        template,
         runs={run.name: run for run in runs},
         finished=finished,
         unfinished=[run for run in runs if run.name not in names],
@@ -317,7 +311,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         apart=apart,
         losses=inline(lambda path: draw_losses(path, finished)) if finished else "",
         speed_up=speed_up,
-        scripts=[Markup((PAGE / name).read_text("utf-8")) for name in ("simulate.js", "page.js")],
+        scripts=scripts("simulate", "page"),
     )
 
 
@@ -342,8 +336,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         machine = machine_named(args.machine) if args.machine else None
     except ValueError as error:
         raise UserError(str(error)) from None
-    text = render(reported(args.runs, machine), args.template)
-    output = args.output or args.runs[0] / "report.html"
+    if args.explore:
+        text, output = explore(), args.output or Path("explore.html")
+    else:
+        text = render(reported(args.runs, machine), args.template)
+        output = args.output or args.runs[0] / "report.html"
     with writing(output):
         output.write_text(text, encoding="utf-8")
     print(f"The page is {output}.")

@@ -18,7 +18,7 @@ from .compared import Compared
 from .runs import ACTIONS, Workers, bubbles, duration
 from .style import COLOURS, FAINT, legend, picture
 
-LETTERS = 1000  # of one point beside each other, over the width of a picture
+CHARACTERS = 1000  # of one point beside each other, over the width of a picture
 MEANING = (
     "F0 forward; B0 backward, or its halves: I0, gradient of the input, and W0, gradients of the "
     "weights; 0: the micro-batch; a, b: the rank's chunks; . idle"
@@ -124,6 +124,6 @@ def draw_row(
         number = str(event.microbatch)
         if len(ranks) > 1:
             number = name_of(Action(FORWARD, max(0, event.stage), event.microbatch), ranks)[1:]
-        size = min(10, LETTERS * width / total / len(number))  # in points
+        size = min(10, CHARACTERS * width / total / len(number))  # in points
         if event.kind in ACTIONS and size > 5:
             ax.bar_label(box, [number], label_type="center", size=size)

@@ -1,33 +1,40 @@
-"""The page's simulator, project/page/simulate.js, beside planning/simulate.py."""
+"""The pages' simulator, project/page/simulate.js, beside planning/simulate.py and validate()."""
 
 from __future__ import annotations
 
 import json
 import random
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.schedules.catalogue import SCHEDULES, find
-from pipeline.schedules.schedule import Action, Kind, Schedule, ended_with, gpipe
+from pipeline.schedules.printed import peak_alive
+from pipeline.schedules.schedule import Kind, Schedule, ended_with, gpipe, validate
 from planning.simulate import Simulator, Work
 from tests.which import program
 
 SCRIPT = Path(__file__).resolve().parents[2] / "project" / "page" / "simulate.js"
 # Reads cases from standard input, writes what simulate.js makes of each.
 HARNESS = """
-const { simulate } = require(process.argv[1]);
+const { simulate, gapsOf, heldAfter, validate } = require(process.argv[1]);
 const cases = JSON.parse(require("fs").readFileSync(0, "utf-8"));
-const found = cases.map(({ schedule, work }) => {
-  const step = simulate(schedule, {
+const found = cases.map(({ schedule, work, microbatches }) => {
+  if (!work) return validate(schedule, microbatches);
+  const timed = {
     ...work,
     seconds: (kind, stage) => work.seconds[kind][stage],
     recompute: (stage) => work.recompute[stage],
-  });
+  };
+  const step = simulate(schedule, timed);
   const rows = step.rows.map((row) => row.map(({ start, end }) => [start, end]));
-  return [rows, step.updated, step.seconds, step.bubble];
+  const gaps = gapsOf(schedule, { ...timed, exchange: 0, update: 0 }).map(
+    (gap) => [[gap.rank, gap.before, gap.waitsFor], [gap.start, gap.end], gap.causes]);
+  const held = schedule.map((row) => Math.max(...heldAfter(row)));
+  return [rows, gaps, held, step.updated, step.seconds, step.bubble];
 });
 process.stdout.write(JSON.stringify(found));
 """
@@ -72,52 +79,91 @@ def work_of(draw: random.Random, stages: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_python(schedule: Schedule, work: dict[str, Any]) -> tuple[list[Any], list[float]]:
-    """What the harness returns, by the simulator in Python: starts and ends; and the rest. There,
-    a rank exchanges each of its stages."""
+def in_python(schedule: Schedule, work: dict[str, Any]) -> tuple[list[Any], list[Any], list[float]]:
+    """What the harness returns, by the simulator in Python: starts and ends; gaps of a step that
+    ends with its last action; and the rest. There, a rank exchanges each of its stages."""
     simulator = Simulator(schedule)
     share = [work["exchange"] / simulator.ranks.count(rank) for rank in simulator.ranks]
+    timed = Work(
+        lambda action: work["seconds"][action.kind.value][action.stage],
+        lambda _: work["transfer"],
+        recompute=work["recompute"].__getitem__,
+    )
+    gaps: list[Any] = []
+    for gap in simulator.run(timed).gaps:
+        about = [gap.rank, gap.before, gap.waits_for]
+        about[1:] = [action and [action.kind.value, *action[1:]] for action in about[1:]]
+        gaps.append([about, [gap.start, gap.end], gap.causes])
     found = simulator.run(
-        Work(
-            lambda action: work["seconds"][action.kind.value][action.stage],
-            lambda _: work["transfer"],
-            recompute=work["recompute"].__getitem__,
-            exchange=share.__getitem__,
-            overlap_exchange=False,
+        replace(
+            timed, exchange=share.__getitem__, overlap_exchange=False,
             update=lambda _: work["update"],
         )
-    )
+    )  # fmt: skip
     rows = [[[t.start, t.end] for t in row] for row in found.rows]
-    return rows, [*found.updated, found.seconds, found.bubble]
+    return rows, gaps, [*peak_alive(schedule), *found.updated, found.seconds, found.bubble]
+
+
+def in_node(cases: list[dict[str, Any]]) -> list[Any]:
+    """What the harness makes of the cases."""
+    node = program("node", tests="project/page/simulate.js")
+    done = subprocess.run(
+        [node, "-e", HARNESS, str(SCRIPT)],
+        input=json.dumps(cases), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = list(json.loads(done.stdout))
+    assert len(found) == len(cases)
+    return found
 
 
 def test_javascript_simulates_like_python() -> None:
-    """200 random schedules; starts and ends are sums in the same order, and so the same bits."""
-    node = program("node", tests="project/page/simulate.js")
+    """200 random schedules; starts and ends are sums in the same order, and so the same bits. Every
+    gap has the same cause."""
     draw, cases = random.Random(0), []
     for _ in range(200):
         schedule = schedule_of(draw)
         stages = 1 + max(action.stage for row in schedule for action in row)
-        cases.append((schedule, work_of(draw, stages)))
-    text = json.dumps([{"schedule": schedule, "work": work} for schedule, work in cases])
-    done = subprocess.run(
-        [node, "-e", HARNESS, str(SCRIPT)], input=text, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 200
-    for (schedule, work), (rows, updated, *rest) in zip(cases, found, strict=True):
-        expected, numbers = in_python(schedule, work)
+        cases.append({"schedule": schedule, "work": work_of(draw, stages)})
+    causes = set[str]()
+    for case, (rows, gaps, held, updated, *rest) in zip(cases, in_node(cases), strict=True):
+        expected, expected_gaps, numbers = in_python(**case)
         assert rows == expected
-        assert [*updated, *rest] == pytest.approx(numbers, abs=1e-12)
+        assert [*held, *updated, *rest] == pytest.approx(numbers, abs=1e-12)
+        assert [about for about, *_ in gaps] == [about for about, *_ in expected_gaps]
+        for (_, times, parts), (_, own_times, own_parts) in zip(gaps, expected_gaps, strict=True):
+            assert times == pytest.approx(own_times, abs=1e-12)
+            # What is nothing but rounding may be left out.
+            for cause in parts.keys() | own_parts.keys():
+                assert parts.get(cause, 0) == pytest.approx(own_parts.get(cause, 0), abs=1e-9)
+            causes |= parts.keys()
+    assert causes == {"fill", "imbalance", "transfer"}
 
 
-def test_javascript_sees_a_deadlock() -> None:
-    """As Python does: B before F on one rank."""
-    node = program("node", tests="project/page/simulate.js")
-    row = [Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]
-    with pytest.raises(ValueError, match="deadlock"):
-        Simulator([row])
-    script = f"require({str(SCRIPT)!r}).simulate({json.dumps([row])}, {{}})"
-    done = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode and "Error: deadlock" in done.stderr
+def broken(draw: random.Random, schedule: Schedule) -> Schedule:
+    """The lists after a change that a reader of the page could make; some can still run."""
+    lists = [list(row) for row in schedule]
+    row, other = draw.choice(lists), draw.choice(lists)
+    action = row.pop(draw.randrange(len(row)))
+    change = draw.choice(("move", "move", "remove", "twice", "to a rank"))
+    if change != "remove":
+        row.insert(draw.randint(0, len(row)), action)
+    if change in ("twice", "to a rank"):
+        other.insert(draw.randint(0, len(other)), action)
+    return lists
+
+
+def test_javascript_says_what_breaks_a_schedule_in_the_words_of_python() -> None:
+    draw, cases, expected = random.Random(1), [], []
+    for _ in range(150):
+        schedule = broken(draw, schedule_of(draw))
+        microbatches = 1 + max(action.microbatch for row in schedule for action in row)
+        cases.append({"schedule": schedule, "microbatches": microbatches})
+        try:
+            validate(schedule, microbatches)
+            expected.append("")
+        except ValueError as error:
+            expected.append(str(error))
+    assert in_node(cases) == expected
+    begin = {sentence.partition(" ")[0] for sentence in expected}
+    assert begin == {"", "deadlock:", "stage", "the"}  # all that may be wrong has been seen

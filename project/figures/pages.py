@@ -1,0 +1,77 @@
+"""Pages in HTML: the templates and scripts of project/page/, and the page of no run.
+
+`explore` makes the page to learn with. Its schedules are the catalogue's lists, for several numbers
+of ranks and micro-batches: a letter per action, since the micro-batches of a stage come in order.
+So JavaScript builds no schedule; it times and checks lists, which tests compare with Python.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, chunks_of, find
+from pipeline.schedules.schedule import Schedule, stage_ranks
+from runtime.axes import named
+
+from .style import readable
+
+PAGE = Path(__file__).parents[1] / "page"
+LETTERS = "FBIWfbiwGCJXgcjx"  # F, B, I and W of a rank's first stage, then of its second, ...
+SIZES = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
+
+
+def page_of(template: Path, **content: Any) -> str:
+    """A filled template, which may extend and include those of page/."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters |= {
+        "named": named,
+        "number": readable,
+        "tiny": lambda value: f"{value:.1e}" if value else "0",
+        "share": lambda value: f"{value:.1%}",
+        "ms": lambda value: f"{1e3 * value:.1f}",
+    }
+    return environment.get_template(template.name).render(**content)
+
+
+def scripts(*names: str) -> list[Markup]:
+    """Scripts of page/, for a template."""
+    return [Markup((PAGE / f"{name}.js").read_text("utf-8")) for name in names]
+
+
+def letters(schedule: Schedule) -> str:
+    """The lists as page/textbook.js reads them: a word per rank, a letter per action, by its kind
+    and by the place of its stage among the rank's own."""
+    ranks = stage_ranks(schedule)
+    words = []
+    for r, actions in enumerate(schedule):
+        stages = [s for s, rank in enumerate(ranks) if rank == r]
+        places = [4 * stages.index(a.stage) + LETTERS.index(a.kind.value) for a in actions]
+        words.append("".join(LETTERS[place] for place in places))
+    return " ".join(words)
+
+
+def explore() -> str:
+    """The page to learn with."""
+    lists = {
+        name: {
+            v: {
+                n: {m: letters(find(name, v)(n, m)) for m in SIZES["microbatches"]}
+                for n in SIZES["ranks"]
+            }
+            for v in (SIZES["chunks"] if name == "interleaved" else [chunks_of(name)])
+        }
+        for name in SCHEDULES
+    }
+    return page_of(
+        PAGE / "explore.html",
+        catalogue={**SIZES, "v_shaped": V_SHAPED, "lists": lists},
+        scripts=scripts("simulate", "textbook", "explore"),
+    )

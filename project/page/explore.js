@@ -1,0 +1,367 @@
+// The page of `report.py --explore`: choose a schedule and see its step; move an action to another
+// place of its list and read what that breaks or costs. simulate.js times and validates the lists,
+// textbook.js has formulas and puzzles. Settings and puzzle are in the page's URL.
+"use strict";
+
+const CAUSES = { fill: "the order of the lists", imbalance: "the last rank, which is slower", transfer: "messages on their way" };
+const { ranks: RANKS, microbatches, chunks: CHUNKS, v_shaped: vShaped, lists: catalogue } = JSON.parse(document.querySelector("#catalogue").textContent);
+const form = document.querySelector("form");
+const [lanes, said, result] = ["#lanes", "#said", "#result"].map((name) => document.querySelector(name));
+
+let settings = { ...FREE };
+let lists = []; // what is shown: per rank its actions
+let undone = []; // earlier lists, the newest last
+let selected = null; // [rank, number] of an action
+let before = null; // the step before the last change
+
+const number = (value) => String(Number(value.toFixed(2)));
+const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
+const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+const chunksOf = ({ schedule, chunks }) => (schedule === "interleaved" ? Number(chunks) : Number(Object.keys(catalogue[schedule])[0]));
+const puzzle = () => PUZZLES.find(({ name }) => name === settings.puzzle);
+// F0; with several stages on a rank F0a, F0b, as in Python's tables.
+function titleOf([kind, stage, microbatch]) {
+  const chunks = chunksOf(settings);
+  const second = vShaped.includes(settings.schedule) ? Number(stage >= settings.ranks) : Math.floor(stage / settings.ranks);
+  return `${kind}${microbatch}${chunks > 1 ? "abcd"[second] : ""}`;
+}
+
+// The lists as the settings say, before anything is moved.
+function startOf(chosen) {
+  const { schedule, ranks, m } = chosen;
+  let start = decode(catalogue[schedule][chunksOf(chosen)][ranks][m], vShaped.includes(schedule));
+  if (chosen.split) start = inHalves(start);
+  if (chosen.alone) start = start.map((row) => [...row].sort((a, b) => a[2] - b[2]));
+  return start;
+}
+
+// What simulate() takes. The times are those of a rank: each of its chunks takes its part of them.
+function workOf(chosen) {
+  const chunks = chunksOf(chosen);
+  const stages = chosen.ranks * chunks;
+  const last = vShaped.includes(chosen.schedule) ? [chosen.ranks - 1, chosen.ranks] : [];
+  const slow = (stage) => (last.length ? last.includes(stage) : stage % chosen.ranks === chosen.ranks - 1) ? chosen.last : 1;
+  const of = { F: chosen.F, B: chosen.I + chosen.W, I: chosen.I, W: chosen.W };
+  return { seconds: (kind, stage) => (of[kind] / chunks) * slow(stage % stages), recompute: () => 0, transfer: chosen.message, exchange: 0, update: 0 };
+}
+
+// Everything that is shown of some lists. What breaks them is the validator's sentence, or empty.
+function stepOf(chosen, shown) {
+  const work = workOf(chosen);
+  const step = simulate(shown, work);
+  const broken = validate(shown, chosen.m);
+  const held = mostHeld(shown, chunksOf(chosen));
+  return { ...step, work, broken, held, gaps: broken ? [] : gapsOf(shown, work) };
+}
+
+// Draws the lanes: per rank its actions and gaps over time, and below them what it holds. Actions that
+// can never start follow, as ghosts.
+function draw(step) {
+  const chunks = chunksOf(settings);
+  const rows = lists.map((actions, rank) => {
+    let time = step.rows[rank].length ? step.rows[rank].at(-1).end : 0;
+    return actions.map((action, k) => {
+      const timed = step.rows[rank][k] ?? { action, start: time, end: time + step.work.seconds(action[0], action[1]) };
+      time = timed.end;
+      return { ...timed, never: k >= step.rows[rank].length };
+    });
+  });
+  const total = Math.max(...rows.flat().map(({ end }) => end));
+  const shortest = Math.min(...rows.flat().map(({ start, end }) => end - start));
+  const most = Math.max(1, ...step.held, puzzle()?.held ?? 0);
+  const place = ({ start, end }) => `left:${100 * start / total}%;width:${100 * (end - start) / total}%`;
+  const gapAt = (gap) => {
+    const parts = Object.entries(gap.causes).map(([cause, part]) => `<i class="${cause}" style="flex:${part / (gap.end - gap.start)}"></i>`);
+    return `<button type="button" class="gap" tabindex="-1" style="${place(gap)}" title="${inWords(gap)}" aria-label="${inWords(gap)}">${parts.join("")}</button>`;
+  };
+  lanes.style.minWidth = `${5.5 + Math.min(160, total / shortest * (chunks > 1 ? 1.7 : 1.4))}rem`;
+  lanes.innerHTML = rows.map((row, rank) => {
+    const busy = row.reduce((sum, { start, end, never }) => sum + (never ? 0 : end - start), 0);
+    const actions = row.map((timed, k) => {
+      const { action, never } = timed;
+      const when = never ? "it never starts" : `from ${number(timed.start)} to ${number(timed.end)}`;
+      const name = `${titleOf(action)}, stage ${action[1]}, rank ${rank}, ${when}`;
+      const chosen = selected && selected[0] === rank && selected[1] === k;
+      return `<button type="button" class="${action[0]}${never ? " never" : ""}" data-k="${k}" aria-label="${name}" title="${name}"
+        aria-pressed="${chosen}" tabindex="${chosen || (!selected && !rank && !k) ? 0 : -1}" style="${place(timed)}">${titleOf(action)}</button>`;
+    });
+    const gaps = step.gaps.filter((gap) => gap.rank === rank).map(gapAt);
+    const idle = step.broken ? "" : `<small>${Math.round(100 * (1 - busy / total))} % idle</small>`;
+    const holds = step.broken ? "" : `<small>holds ${number(step.held[rank])}</small>`;
+    return `<div class="rank"><div class="name"><b>rank ${rank}</b>${idle}${holds}</div>
+      <div><div class="lane" data-rank="${rank}">${actions.join("")}${gaps.join("")}</div>${memory(row, total, most, chunks)}</div></div>`;
+  }).join("") + `<div class="rank axis"><div class="name"><small>time</small></div><div class="lane">${ticks(total)}</div></div>`;
+}
+
+// What a rank holds over time, as a picture; the dashed line is the limit of a puzzle.
+function memory(row, total, most, chunks) {
+  const held = heldAfter(row.map(({ action }) => action));
+  let path = "M0,0";
+  let level = 0;
+  row.forEach(({ action: [kind], start, end, never }, k) => {
+    if (never) return;
+    const at = kind === "F" ? start : end; // held from the start of F to the end of B, or W
+    path += `H${at}V${held[k] / chunks}`;
+    level = held[k] / chunks;
+  });
+  const limit = puzzle()?.held ? `<path class="limit" d="M0,${puzzle().held}H${total}"/>` : "";
+  const until = row.findLast(({ never }) => !never)?.end ?? 0;
+  return `<svg class="held" viewBox="0 0 ${total} ${most * 1.05}" preserveAspectRatio="none" aria-hidden="true"><g transform="translate(0 ${most * 1.05}) scale(1 -1)"><path d="${path}H${until}V0Z"/>${limit}</g></svg>`;
+}
+
+function ticks(total) {
+  const step = [0.25, 0.5, 1, 2, 5, 10, 20, 50].find((each) => total / each <= 12) ?? 100;
+  const times = Array.from({ length: Math.floor(total / step) + 1 }, (_, k) => k * step);
+  return times.map((time) => `<small style="left:${100 * time / total}%">${number(time)}</small>`).join("");
+}
+
+// A gap in a sentence.
+function inWords({ rank, start, end, before: next, waitsFor, causes }) {
+  const parts = Object.entries(causes).map(([cause, part]) => `${number(part)} because of ${CAUSES[cause]}`);
+  const what = next ? `before ${titleOf(next)}${waitsFor ? `, which needs ${titleOf(waitsFor)} of stage ${waitsFor[1]}` : ""}` : "after its last action";
+  return `rank ${rank} is idle from ${number(start)} to ${number(end)}, ${what}: ${parts.join(", ")}`;
+}
+
+// What the last change has broken, or cost.
+function effect(step) {
+  if (step.broken) return `This cannot run. <q id="broken">${step.broken}</q>`;
+  if (!before) return "Drag an action to another place of its list, or choose one and use the buttons below.";
+  if (before.broken) return `It runs again: a step takes ${number(step.seconds)}.`;
+  const longer = step.seconds - before.seconds;
+  const time = Math.abs(longer) < 1e-9 ? `The step takes ${number(step.seconds)}, as before`
+    : `The step takes ${number(step.seconds)}, ${number(Math.abs(longer))} ${longer > 0 ? "longer" : "less"}`;
+  const held = step.held.flatMap((most, rank) => (most === before.held[rank] ? [] : [`rank ${rank} now holds ${number(most)} at most, not ${number(before.held[rank])}`]));
+  return `${[time, ...held].join("; ")}.`;
+}
+
+// The step beside the textbook: two rows of a table, and when the formula holds.
+function beside(step) {
+  const { schedule, ranks, m } = settings;
+  const { idle, held, when, holds } = textbook(schedule, ranks, m, chunksOf(settings), settings);
+  const cells = (name, value, formula, shown) => `<tr><th scope="row">${name}</th><td><b>${value}</b></td>
+    <td>${formula ? `${formula[1]} = ${shown(formula[0])}` : "no formula"}</td></tr>`;
+  const { F, I, W } = settings;
+  const whole = idle && [m * (F + I + W) / (1 - idle[0]), "m(F+I+W) / (1 - idle)"];
+  const rows = [cells("a step takes", step.broken ? "for ever" : number(step.seconds), whole, number),
+    cells("idle, of all ranks' time", step.broken ? "for ever" : percent(step.bubble), idle, percent),
+    cells("micro-batches held, at most", number(Math.max(...step.held)), held, number)];
+  const alike = holds && settings.message === 0 && settings.last === 1;
+  const changed = undone.length || settings.alone || settings.split;
+  document.querySelector("#textbook tbody").innerHTML = rows.join("");
+  document.querySelector("#when").textContent = !when ? "" : `The formulas are of ${schedule} and hold if ${when}. ` +
+    (changed ? "Here the lists are others." : alike ? "So they do here." : "Here that is not so.");
+}
+
+// Every schedule of the catalogue with the same ranks, micro-batches and times.
+function compare() {
+  const rows = Object.keys(catalogue).map((schedule) => {
+    const chosen = { ...settings, schedule, split: false, alone: false, puzzle: "" };
+    const shown = startOf(chosen);
+    const step = simulate(shown, workOf(chosen));
+    const held = Math.max(...mostHeld(shown, chunksOf(chosen)));
+    const own = schedule === settings.schedule ? ' class="own"' : "";
+    return `<tr${own}><td><a href="#${urlOf(chosen)}">${schedule}</a></td><td>${number(step.seconds)}</td><td>${percent(step.bubble)}</td><td>${number(held)}</td></tr>`;
+  });
+  document.querySelector("#all tbody").innerHTML = rows.join("");
+}
+
+// The goals of the puzzle, and whether they are reached.
+function judge(step) {
+  const goal = puzzle();
+  document.querySelector("#puzzle").hidden = !goal;
+  if (!goal) return;
+  const most = Math.max(...step.held);
+  const goals = goal.breaks ? [[`the lists end in a ${goal.breaks}`, step.broken.startsWith(goal.breaks)]] : [
+    ["the lists can run", !step.broken],
+    [`a step takes ${goal.seconds} at most: ${step.broken ? "for ever" : number(step.seconds)}`, !step.broken && step.seconds <= goal.seconds + 1e-9],
+    ...(goal.held ? [[`a rank holds ${goal.held} at most: ${number(most)}`, most <= goal.held]] : []),
+  ];
+  const solved = goals.every(([, reached]) => reached);
+  document.querySelector("#task").textContent = goal.text;
+  document.querySelector("#hint").textContent = goal.hint;
+  document.querySelector("#goals").innerHTML = goals.map(([text, reached]) => `<li class="${reached ? "yes" : "no"}">${reached ? "✓" : "○"} ${text}</li>`).join("");
+  document.querySelector("#solved").textContent = solved ? `Solved, with ${plural(undone.length, "change")}.` : "";
+}
+
+function show(note = "") {
+  const step = stepOf(settings, lists);
+  const { schedule, ranks, m } = settings;
+  const name = `${schedule}${undone.length ? ", changed by you" : ""}, ${plural(ranks, "rank")}, ${plural(m, "micro-batch").replace("batchs", "batches")}`;
+  result.innerHTML = step.broken ? `<b>${name}: it cannot run.</b>` : `<b>${name}: a step takes ${number(step.seconds)}, and ranks are idle ${percent(step.bubble)} of it.</b>`;
+  said.innerHTML = note + effect(step);
+  draw(step);
+  beside(step);
+  judge(step);
+  document.querySelector("#gaps").innerHTML = step.gaps.map((gap) => `<li>${inWords(gap)}</li>`).join("") || "<li>there is none</li>";
+  form.elements.undo.disabled = form.elements.restart.disabled = !undone.length;
+  for (const tool of ["earlier", "later", "remove"]) form.elements[tool].disabled = !selected;
+  before = step;
+}
+
+// Settings that are not the usual ones, or the puzzle, as a part of the page's URL.
+function urlOf(chosen) {
+  const kept = chosen.puzzle ? { puzzle: chosen.puzzle } : chosen;
+  return new URLSearchParams(Object.entries(kept).filter(([name, value]) => name in FREE && value !== FREE[name]));
+}
+
+// Writes the settings into the controls and the URL, and starts anew.
+function begin(chosen) {
+  const goal = PUZZLES.find(({ name }) => name === chosen.puzzle);
+  settings = goal ? { ...FREE, ...goal, puzzle: goal.name } : { ...chosen, alone: false };
+  if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = FREE.schedule;
+  [lists, undone, selected, before] = [startOf(settings), [], null, null];
+  for (const control of form.querySelectorAll("[name]")) {
+    if (control.type === "checkbox") control.checked = settings[control.name];
+    else if (control.name === "m") control.value = microbatches.indexOf(settings.m);
+    else if (control.name in settings) control.value = settings[control.name];
+    if (control.name !== "puzzle" && control.name in settings) control.disabled = Boolean(goal);
+    const shown = control.parentElement.querySelector("output");
+    if (shown) shown.value = settings[control.name];
+  }
+  form.elements.chunks.closest("label").hidden = settings.schedule !== "interleaved";
+  form.elements.split.closest("label").hidden = !startOf({ ...settings, split: false }).flat().some(([kind]) => kind === "B");
+  history.replaceState(null, "", `#${urlOf(settings)}`);
+  compare();
+  show();
+}
+
+// Takes an action out of a list and puts it into one, its own or another; nowhere: removes it.
+function move(rank, k, toRank = null, to = 0) {
+  if (rank === toRank && k === to) return;
+  undone.push(lists.map((row) => [...row]));
+  const [action] = lists[rank].splice(k, 1);
+  if (toRank !== null) lists[toRank].splice(to, 0, action);
+  selected = null;
+  show(toRank === null ? `${titleOf(action)} of rank ${rank} is gone. ` : `${titleOf(action)} is now number ${to + 1} of ${lists[toRank].length} on rank ${toRank}. `);
+  if (toRank !== null) focusOn([toRank, to]);
+  else if (lists[rank].length) focusOn([rank, Math.min(k, lists[rank].length - 1)]);
+}
+
+function undo() {
+  if (!undone.length) return;
+  [lists, selected] = [undone.pop(), null];
+  show("The last change is undone. ");
+  if (document.activeElement === document.body) focusOn([0, 0]); // it was on an action, which is drawn anew
+}
+
+const buttonOf = (rank, k) => lanes.querySelector(`.lane[data-rank="${rank}"] [data-k="${k}"]`);
+function focusOn(place) {
+  selected = place;
+  for (const each of lanes.querySelectorAll("[aria-pressed=true]")) [each.ariaPressed, each.tabIndex] = ["false", -1];
+  const button = buttonOf(...place);
+  [button.ariaPressed, button.tabIndex] = ["true", 0];
+  for (const tool of ["earlier", "later", "remove"]) form.elements[tool].disabled = false;
+  button.focus({ preventScroll: false });
+}
+const placeOf = (button) => [Number(button.parentElement.dataset.rank), Number(button.dataset.k)];
+const within = (row, k) => Math.max(0, Math.min(row.length, k));
+
+form.addEventListener("input", ({ target }) => {
+  const value = target.type === "checkbox" ? target.checked : target.name === "m" ? microbatches[target.value]
+    : ["schedule", "puzzle"].includes(target.name) ? target.value : Number(target.value);
+  begin({ ...(target.name === "puzzle" ? FREE : settings), [target.name]: value });
+});
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("click", ({ target }) => {
+  if (target.name === "undo") undo();
+  else if (target.name === "restart") begin(settings);
+  else if (target.name === "remove") move(...selected);
+  else if (target.name === "earlier" || target.name === "later") shift(selected, target.name === "later" ? 1 : -1);
+});
+// Moves an action by a place in its list.
+function shift([rank, k], by) {
+  const to = k + by;
+  if (to >= 0 && to < lists[rank].length) move(rank, k, rank, to);
+}
+
+lanes.addEventListener("keydown", (event) => {
+  const button = event.target.closest("[data-k]");
+  if (!button) return;
+  const [rank, k] = placeOf(button);
+  const [down, right] = [{ ArrowDown: 1, ArrowUp: -1 }[event.key] ?? 0, { ArrowRight: 1, ArrowLeft: -1 }[event.key] ?? 0];
+  if (event.key === "Delete" || event.key === "Backspace") move(rank, k);
+  else if (event.key === "Home" || event.key === "End") focusOn([rank, event.key === "Home" ? 0 : lists[rank].length - 1]);
+  else if (right && event.shiftKey) shift([rank, k], right);
+  else if (right && lists[rank][k + right]) focusOn([rank, k + right]);
+  else if (down && lists[rank + down]?.length) {
+    const other = within(lists[rank + down].slice(1), k);
+    if (event.shiftKey) move(rank, k, rank + down, within(lists[rank + down], k));
+    else focusOn([rank + down, other]);
+  } else if (!right && !down) return;
+  event.preventDefault();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key.toLowerCase() === "z" && (event.ctrlKey || event.metaKey)) undo();
+});
+
+// Dragging. A finger first taps an action, and can then drag it; other actions scroll the page.
+let drag = null; // {button, x, y, moved, target}
+lanes.addEventListener("pointerdown", (event) => {
+  const button = event.target.closest("[data-k]");
+  const gap = event.target.closest(".gap");
+  if (gap) said.textContent = `${gap.ariaLabel}.`;
+  if (!button || event.button) return;
+  const chosen = button.ariaPressed === "true";
+  focusOn(placeOf(button));
+  if (event.pointerType === "touch" && !chosen) return;
+  button.setPointerCapture(event.pointerId);
+  drag = { button, x: event.clientX, y: event.clientY, moved: false, target: null };
+});
+lanes.addEventListener("pointermove", (event) => {
+  if (!drag) return;
+  const { button, x, y } = drag;
+  drag.moved = drag.moved || Math.hypot(event.clientX - x, event.clientY - y) > 4;
+  if (!drag.moved) return;
+  button.classList.add("dragged");
+  button.style.transform = `translate(${event.clientX - x}px, ${event.clientY - y}px)`;
+  drag.target = placeUnder(event.clientX, event.clientY, button);
+});
+for (const end of ["pointerup", "pointercancel"]) {
+  lanes.addEventListener(end, () => {
+    if (!drag) return;
+    const { button, moved, target } = drag;
+    drag = null;
+    button.classList.remove("dragged");
+    button.style.transform = "";
+    caret(null);
+    if (end === "pointerup" && moved && target) move(...placeOf(button), ...target);
+  });
+}
+
+// The rank and the place in its list at a point of the screen; the caret shows it.
+function placeUnder(x, y, dragged) {
+  const lane = [...lanes.querySelectorAll(".lane[data-rank]")].find((each) => {
+    const { top, bottom } = each.parentElement.getBoundingClientRect();
+    return top <= y && y <= bottom;
+  });
+  if (!lane) return caret(null);
+  const others = [...lane.querySelectorAll("[data-k]")].filter((each) => each !== dragged);
+  const middle = (each) => each.getBoundingClientRect().left + each.offsetWidth / 2;
+  const place = others.filter((each) => middle(each) < x).length;
+  const before = others[place - 1];
+  caret(lane, others[place]?.offsetLeft ?? (before ? before.offsetLeft + before.offsetWidth : 0));
+  return [Number(lane.dataset.rank), place];
+}
+function caret(lane, left = 0) {
+  lanes.querySelector(".caret")?.remove();
+  if (lane) lane.insertAdjacentHTML("beforeend", `<span class="caret" style="left:${left}px"></span>`);
+  return null;
+}
+
+for (const name of Object.keys(catalogue)) form.elements.schedule.add(new Option(name));
+for (const { name } of PUZZLES) form.elements.puzzle.add(new Option(name));
+form.elements.m.max = microbatches.length - 1;
+const fromUrl = () => {
+  const chosen = { ...FREE };
+  for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
+    if (!(name in FREE)) continue;
+    const value = typeof FREE[name] === "number" ? Number(text) : typeof FREE[name] === "boolean" ? text === "true" : text;
+    if (value === value) chosen[name] = value;
+  }
+  for (const [name, sizes] of [["ranks", RANKS], ["m", microbatches], ["chunks", CHUNKS]]) {
+    if (!sizes.includes(chosen[name])) chosen[name] = FREE[name];
+  }
+  begin(chosen);
+};
+addEventListener("hashchange", fromUrl);
+fromUrl();
