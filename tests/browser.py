@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,8 +71,7 @@ class Browser:
         """Opens a file, at a place of its URL such as #ranks=3."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=f"file://{path}{place}")
-        while self.js("document.readyState") != "complete":
-            pass
+        self.until("document.readyState === 'complete'")
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page."""
@@ -79,6 +79,14 @@ class Browser:
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Returns when an expression is true; the browser follows a link some time after a click.
+        Raises TimeoutError."""
+        deadline = time.monotonic() + SECONDS
+        while not self.js(expression):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has not become true: {expression}")
 
     def text(self, selector: str) -> str:
         """What a reader sees of an element."""

@@ -37,10 +37,12 @@ class Mutant:
 
     def applied_to(self, source: str) -> str:
         """The file's text with the wrong line. Raises ValueError unless the text occurs once, and
-        the result is Python."""
+        the result of a Python file is Python."""
         if (n := source.count(self.text)) != 1:
             raise ValueError(f"its text occurs {n} times in its file, and not once")
         wrong = source.replace(self.text, self.replacement)
+        if not self.file.endswith(".py"):
+            return wrong
         try:
             compile(wrong, self.file, "exec", dont_inherit=True)
         except SyntaxError as error:

@@ -259,6 +259,7 @@ def test_gaps_are_explained_and_the_schedules_compared(window: Browser, page: Pa
     held = max(peak_alive(find("zb")(2, 3)))
     assert rows[2][1:] == [f"{zb.seconds:g}", f"{100 * zb.bubble:.1f}\u00a0%", f"{held:g}"]
     window.click("#all tbody tr:nth-child(3) a")
+    window.until("document.querySelector('#result').innerText.startsWith('zb')")
     assert window.text("#result").startswith(
         f"zb, 2 ranks, 3 micro-batches: a step takes {zb.seconds:g}"
     )
