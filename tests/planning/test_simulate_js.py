@@ -91,9 +91,8 @@ def in_python(schedule: Schedule, work: dict[str, Any]) -> tuple[list[Any], list
     )
     gaps: list[Any] = []
     for gap in simulator.run(timed).gaps:
-        about = [gap.rank, gap.before, gap.waits_for]
-        about[1:] = [action and [action.kind.value, *action[1:]] for action in about[1:]]
-        gaps.append([about, [gap.start, gap.end], gap.causes])
+        actions = [a and [a.kind.value, *a[1:]] for a in (gap.before, gap.waits_for)]
+        gaps.append([[gap.rank, *actions], [gap.start, gap.end], gap.causes])
     found = simulator.run(
         replace(
             timed, exchange=share.__getitem__, overlap_exchange=False,
