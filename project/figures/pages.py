@@ -21,10 +21,10 @@ from .style import readable
 
 PAGE = Path(__file__).parents[1] / "page"
 LETTERS = "FBIWfbiwGCJXgcjx"  # F, B, I and W of a rank's first stage, then of its second, ...
-SIZES = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
+GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
 
 
-def page_of(template: Path, **content: Any) -> str:
+def filled(template: Path, **content: Any) -> str:
     """A filled template, which may extend and include those of page/."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
@@ -63,15 +63,15 @@ def explore() -> str:
     lists = {
         name: {
             v: {
-                n: {m: letters(find(name, v)(n, m)) for m in SIZES["microbatches"]}
-                for n in SIZES["ranks"]
+                n: {m: letters(find(name, v)(n, m)) for m in GRID["microbatches"]}
+                for n in GRID["ranks"]
             }
-            for v in (SIZES["chunks"] if name == "interleaved" else [chunks_of(name)])
+            for v in (GRID["chunks"] if name == "interleaved" else [chunks_of(name)])
         }
         for name in SCHEDULES
     }
-    return page_of(
+    return filled(
         PAGE / "explore.html",
-        catalogue={**SIZES, "v_shaped": V_SHAPED, "lists": lists},
+        catalogue={**GRID, "v_shaped": V_SHAPED, "lists": lists},
         scripts=scripts("simulate", "textbook", "explore"),
     )

@@ -16,7 +16,7 @@ from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Schedule, ended_with, validate
 from planning.simulate import Simulator, Work, with_times
 from project import report
-from project.figures.pages import SIZES
+from project.figures.pages import GRID
 from tests.browser import Browser, browser
 from tests.project.conftest import Refusal
 from tests.project.programs import ROOT
@@ -100,8 +100,8 @@ def test_the_lists_on_the_page_are_those_that_run(page: Path) -> None:
     )
     assert list(found) == list(SCHEDULES)
     for name, rows in found.items():
-        chunks = SIZES["chunks"] if name == "interleaved" else [2 if name in V_SHAPED else 1]
-        sizes = [[v, n, m] for v in chunks for n in SIZES["ranks"] for m in SIZES["microbatches"]]
+        chunks = GRID["chunks"] if name == "interleaved" else [2 if name in V_SHAPED else 1]
+        sizes = [[v, n, m] for v in chunks for n in GRID["ranks"] for m in GRID["microbatches"]]
         assert [size for size, _ in rows] == sizes
         for (v, n, m), lists in rows:
             expected = [
@@ -115,7 +115,7 @@ def test_the_textbook_is_right_where_it_says_so() -> None:
     cases = [
         (name, n, m, v, {"F": F, "I": I, "W": W})
         for name in SCHEDULES
-        for v in (SIZES["chunks"] if name == "interleaved" else [2 if name in V_SHAPED else 1])
+        for v in (GRID["chunks"] if name == "interleaved" else [2 if name in V_SHAPED else 1])
         for n in (2, 3, 4, 7)
         for m in (1, 2, 4, 8, 10, 16)
         for F, I, W in ((1, 1, 1), (2, 1.5, 0.5), (1, 3, 2))  # noqa: E741
@@ -200,7 +200,7 @@ def test_a_puzzle_is_solved_by_its_last_move(name: str, page: Path, window: Brow
 
 def test_an_action_is_dragged_and_the_page_says_what_that_breaks(window: Browser) -> None:
     window.choose("ranks", 3)
-    window.choose("m", SIZES["microbatches"].index(4))
+    window.choose("m", GRID["microbatches"].index(4))
     assert (
         "1f1b, 3 ranks, 4 micro-batches: a step takes 18, and ranks are idle 33.3"
         in window.text("#result")
