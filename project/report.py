@@ -50,7 +50,7 @@ from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import read_json
 from project.figures.gantt import draw_step
-from project.figures.pages import PAGE, explore, filled, scripts
+from project.figures.pages import PAGE, explore, fill_template, scripts
 from project.figures.runs import Run, speed_up
 from project.figures.style import LINES, picture
 from project.plan import machine_named
@@ -300,7 +300,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
     finished = [run for run in runs if "step_seconds" in run.summary]
     compared = gradients(runs)
     names = {run.name for run in finished} | {row["name"] for row in compared}
-    return filled(
+    return fill_template(
         template,
         runs={run.name: run for run in runs},
         finished=finished,

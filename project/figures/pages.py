@@ -24,8 +24,8 @@ LETTERS = "FBIWfbiwGCJXgcjx"  # F, B, I and W of a rank's first stage, then of i
 GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
 
 
-def filled(template: Path, **content: Any) -> str:
-    """A filled template, which may extend and include those of page/."""
+def fill_template(template: Path, **content: Any) -> str:
+    """A fill_template template, which may extend and include those of page/."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -70,7 +70,7 @@ def explore() -> str:
         }
         for name in SCHEDULES
     }
-    return filled(
+    return fill_template(
         PAGE / "explore.html",
         catalogue={**GRID, "v_shaped": V_SHAPED, "lists": lists},
         scripts=scripts("simulate", "textbook", "explore"),
