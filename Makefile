@@ -6,7 +6,7 @@
 # make figures the same, and all other runs and figures of submit_figures/
 # make bench   every benchmark: a table each, and JSON files
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
-# make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
+# make chaos   kills, stops and interrupts real runs, and checks what is left (30 minutes)
 # make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 500, and checks that a test sees each

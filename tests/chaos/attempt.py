@@ -49,7 +49,7 @@ class Attempt:
         with scratch() as name:
             workdir = Path(name) / "work"
             command = program.command(str(workdir), 1 if phase == ENDING else 1_000_000, timeout)
-            with Run(command, Path(name), program.launcher, kind.failure) as run:
+            with Run(command, Path(name), program.launcher) as run:
                 end = "NOT ENDED"
                 if not until(lambda: _in_phase(run, phase, workdir), START):
                     self.wrong.append(f"it did not come to {phase} in {START:.0f} s")
@@ -84,7 +84,7 @@ class Attempt:
             # Python itself may still import the program, and dies as it does; torchrun's ranks too.
             self.wrong += ["status 0"] if status == 0 else []
         else:
-            self.wrong += judge(KINDS[self.kind].ends[launcher], status, self.said, rank)
+            self.wrong += judge(KINDS[self.kind], launcher, status, self.said, rank)
             if launcher == OWN:
                 places = sorted(f"{ip}:{port}" for ip, port in run.listening)
                 away = [place for place in places if not place.startswith(LOOPBACK)]

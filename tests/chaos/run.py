@@ -20,7 +20,6 @@ import psutil
 from tests.chaos.programs import OWN, TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
-ARM = ROOT / "tests" / "chaos" / "arm"
 MARK = "CHAOS_RUN"  # in the environment of every process of a run
 SHARED_MEMORY = "/dev/shm/"
 KEPT = ("torchinductor_", "torchelastic_")  # torch's cache, and torchrun's folder for logs
@@ -29,27 +28,21 @@ KEPT = ("torchinductor_", "torchelastic_")  # torch's cache, and torchrun's fold
 class Run:
     """A command, started on a terminal of its own, as a person starts it.
 
-    `folder` is given to it for temporary files, and holds what it prints. `failure` is for
-    arm/sitecustomize.py. To be used with `with`: at its end every process that is left is killed.
+    `folder` is given to it for temporary files, and holds what it prints. To be used with `with`:
+    at its end every process that is left is killed.
     """
 
-    def __init__(
-        self, command: Sequence[str], folder: Path, launcher: str = OWN, failure: str = ""
-    ) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, launcher: str = OWN) -> None:
         self.launcher = launcher
         self.stdout, self.stderr, self.tmp = folder / "stdout", folder / "stderr", folder / "tmp"
-        self.blown = folder / "blown"  # made when an armed process fails
         self.tmp.mkdir()
         self.mark = uuid.uuid4().hex
         self.listening: set[tuple[str, int]] = set()  # all that `look` has seen
         self.mapped: set[str] = set()  # shared memory that has a name, likewise
-        path = [str(ARM), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ, MARK: self.mark, "TMPDIR": str(self.tmp), "HF_HUB_OFFLINE": "1",
-            "PYTHONWARNINGS": "", "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONWARNINGS": "",
         }  # fmt: skip
-        if failure:
-            environment |= {"CHAOS_FAILURE": failure, "CHAOS_BLOWN": str(self.blown)}
         self._terminal, theirs = pty.openpty()
         try:
             with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
@@ -143,15 +136,6 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def can_be_armed(process: psutil.Process) -> bool:
-    """Whether it has come so far as to take SIGUSR2."""
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text().split()
-    except OSError:
-        return False
-    return bool(int(status[status.index("SigCgt:") + 1], 16) >> (signal.SIGUSR2 - 1) & 1)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:

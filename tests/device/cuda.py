@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,40 +42,14 @@ class Stream(torch.Stream):
         return torch.Stream(torch.device("cuda", index_of(device)), priority=priority)
 
 
-class _Stream:
-    """`torch.cuda.stream(s)`."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            device = torch._C._accelerator_getDeviceIndex()
-            self.before = device, torch._C._accelerator_getStream(self.stream.device_index)
-            _set_stream(self.stream)
-
-    def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            torch._C._accelerator_setStream(self.before[1])
-            torch._C._accelerator_setDeviceIndex(self.before[0])
+def _within(stream: Any) -> Any:
+    """`torch.cuda.stream(s)`, in which None changes nothing."""
+    return nullcontext() if stream is None else stream
 
 
-def _set_stream(stream: Any) -> None:
-    torch._C._accelerator_setDeviceIndex(stream.device_index)
-    torch._C._accelerator_setStream(stream)
-
-
-class _Device:
+def _on(device: Any) -> Any:
     """`torch.cuda.device(d)`."""
-
-    def __init__(self, device: Any) -> None:
-        self.index = index_of(device)
-
-    def __enter__(self) -> None:
-        self.before = torch._C._accelerator_exchangeDevice(self.index)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._accelerator_setDeviceIndex(self.before)
+    return torch.accelerator.device_index(index_of(device))
 
 
 def _put_cuda(number: Callable[[], int]) -> None:
@@ -99,14 +74,15 @@ def _put_cuda(number: Callable[[], int]) -> None:
         "_lazy_init": nothing, "_is_in_bad_fork": lambda: False, "_is_compiled": lambda: False,
         "device_count": number, "current_device": torch._C._accelerator_getDeviceIndex,
         "set_device": lambda device: torch._C._accelerator_setDeviceIndex(index_of(device)),
-        "device": _Device, "_DeviceGuard": _Device,
+        "device": _on, "_DeviceGuard": _on,
         "synchronize": lambda d=None: torch._C._accelerator_synchronizeDevice(index_of(d)),
         "get_device_properties": lambda d=None: SimpleNamespace(**properties, uuid=index_of(d)),
         "get_device_capability": lambda _=None: (9, 0), "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda *_, **__: True,
         # streams
         "Stream": Stream,
-        "stream": _Stream, "StreamContext": _Stream, "set_stream": _set_stream,
+        "stream": _within, "StreamContext": _within,
+        "set_stream": torch.accelerator.set_stream,
         "current_stream": lambda d=None: torch._C._accelerator_getStream(index_of(d)),
         "is_current_stream_capturing": lambda: False,
         # memory
