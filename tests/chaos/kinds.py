@@ -77,7 +77,7 @@ KINDS = {
 
 def judge(kind: Kind, launcher: str, status: int, said: str, rank: int | None) -> list[str]:
     """What is wrong with how a run has ended; `rank` is the one that was struck, None where the run
-    has no ranks. Who has waited in vain prints a traceback, and ranks of torchrun's may fail apart."""
+    has no ranks. Ranks that have waited in vain print a traceback, and so may those of torchrun."""
     (statuses, pattern), wrong = kind.ends[launcher], []
     if status not in statuses and (statuses or status == 0):
         wrong.append(f"status {status}, and not {statuses or 'another than 0'}")

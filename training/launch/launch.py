@@ -79,7 +79,7 @@ from .meeting import (
 )
 from .world import LastAction, World, choose_device, quiet_libraries
 
-SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, has seen who ended before this rank
+SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
 
 
 def libraries(args: Options) -> list[str]:
@@ -168,13 +168,15 @@ def watch(
     has reported: a UserError, a RunError, or a RankError, with the table of last actions."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     limit = None  # until the first report
-    error: Exception | None = None
-    while silent and error is None and (ready := wait([*silent], limit)):
+    failures: list[tuple[float, Exception | None]] = []
+    while silent and (ready := wait([*silent], limit)):
         ranks = [silent.pop(pipe) for pipe in ready]  # they have reported, or their pipes ended
         reports = [_received(pipes[rank], processes[rank], rank) for rank in ranks]
-        failures = [report for report in reports if report[1] is not None]
-        _, error = min(failures, key=lambda failure: failure[0], default=(0.0, None))
-        limit = timeout  # one rank is done only after all have met at the final barrier
+        failures += [report for report in reports if report[1] is not None]
+        # One rank is done only after all have met at the final barrier. One that has lost another
+        # may say so before the system has closed the pipe of the other.
+        limit = SEEN if failures else timeout
+    _, error = min(failures, key=lambda failure: failure[0], default=(0.0, None))
     if silent and error is None:
         error = RankError.of(min(silent.values()), "It does not answer.\n")
     return RankError(f"{error}{table(last)}") if isinstance(error, RankError) else error
