@@ -16,8 +16,8 @@ averaged as in chapter 2. No position is dropped, however many choose the same e
 are those of one process with the same model. Left out: the term of the loss that makes the router
 use all experts alike.
 
-It grows into runtime/mesh.py (ranks that share experts) and data_parallel/gradients.py (the
-average of all other gradients).
+It grows into experts/ (routing.py has the term that is left out; layer.py, dispatch.py), and, for
+who averages which gradients, into training/layouts/stages.py.
 """
 
 import importlib

@@ -23,14 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
+from experts.layer import Experts, share_experts
 from pipeline.executor import Channel
 from runtime.communicator import Communicator
 from tests.ranks import sharing
 from training.layouts.layout import state_bytes
+from training.tasks.gpt2 import gpt2_config
 
 LAYERS = 8
 Bytes = dict[str, float]  # by what was done
@@ -163,6 +166,25 @@ def sharded_step(zero: int, width: int) -> Bytes:
     fsdp.optimizer.register_step_pre_hook(lambda *_: held.append(sum(fsdp.held_bytes().values())))
     step()
     return {f"sent {zero}": sent, f"held {zero}": held[-1]}
+
+
+def expert_layer(_rank: int, _world_size: int, positions: int, width: int) -> int:
+    """Bytes that a rank sends in a layer of four experts, forward and backward. Position i chooses
+    the experts i and i + 1 modulo 4."""
+    config = gpt2_config("gpt2-mini", 64, 8, n_layer=1, n_embd=width, n_head=2)
+    layer = Experts(GPT2MLP(4 * width, config), num_experts=4, top_k=2)
+    for p in layer.parameters():
+        nn.init.normal_(p, 0, 0.02)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, width))
+    number = torch.arange(positions)
+    x = torch.zeros(positions, width).requires_grad_()
+    x.data[number, number % 4], x.data[number, (number + 1) % 4] = 9, 8
+    with sharing(False):
+        ranks = Communicator(dist.group.WORLD)
+        ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
+        share_experts(layer, ranks)
+        return sent_by(lambda: layer(x)[0].sum().backward())
 
 
 def boundary_traffic(step: Callable[[], Any]) -> int:

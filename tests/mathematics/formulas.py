@@ -135,6 +135,19 @@ def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) ->
     return layers * (12 * width**2 + 13 * width) + (vocabulary + positions + 2) * width
 
 
+def expert_parameters(layers: int, width: int, experts: int) -> int:
+    """Parameters of the experts alone: in each block so many MLPs of 8 H^2 + 5 H."""
+    return layers * experts * (8 * width**2 + 5 * width)
+
+
+def expert_gpt2_parameters(
+    layers: int, width: int, vocabulary: int, positions: int, experts: int
+) -> int:
+    """Parameters of GPT-2 with experts in the place of its MLPs, and a router of E H per block."""
+    more = expert_parameters(layers, width, experts - 1) + layers * experts * width
+    return gpt2_parameters(layers, width, vocabulary, positions) + more
+
+
 # --- bytes sent, and how long it takes ------------------------------------------------------------
 
 
@@ -179,6 +192,13 @@ def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2)
     """Bytes of the activations that cross a boundary between two stages, one way: B T H elements.
     As many come back as gradients. The number of micro-batches does not change the sum."""
     return sequences * positions * width * element
+
+
+def expert_traffic(positions: int, width: int, top_k: int, workers: int, element: int = 2) -> float:
+    """Bytes that a worker with so many positions sends in a layer of experts, if all workers share
+    them and all are chosen alike: k rows of H elements for each position, there and back, forward
+    and backward. (The counts of rows are a few bytes more.)"""
+    return 4 * reduce_scatter_bytes(positions * top_k * width * element, workers)
 
 
 # --- idle time ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from data_parallel.shards import Unit
+from experts.layer import Experts
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from tests.mathematics import counted
@@ -67,6 +68,10 @@ def test_parameters_of_gpt2() -> None:
     config = gpt2_config("gpt2-mini", 320, 32, n_layer=2, n_embd=32, n_head=2)
     model = build_model(config, 0)
     assert cost.gpt2_parameters(2, 32, 320, 32) == sum(p.numel() for p in model.parameters())
+    for block in model.transformer.h:
+        block.mlp = Experts(block.mlp, 4, 2)
+    with_experts = sum(p.numel() for p in model.parameters())
+    assert cost.expert_gpt2_parameters(2, 32, 320, 32, experts=4) == with_experts
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -93,6 +98,13 @@ def test_a_rank_holds_and_sends_what_the_formula_says(ranks: Ranks) -> None:
             assert sent <= found[f"sent {zero}"] < 1.01 * sent + 2e4
             held = cost.zero(zero, P, 2, FP32).total
             assert held <= found[f"held {zero}"] < 1.01 * held + 2e4
+
+
+def test_rows_travel_to_experts_as_the_formula_says(ranks: Ranks) -> None:
+    """Some kilobytes more are headers, and the counts of rows."""
+    sent = cost.expert_traffic(512, WIDTH, 2, 2, element=4)
+    for found in ranks.run(counted.expert_layer, 512, WIDTH):
+        assert sent <= found < 1.01 * sent + 2e4
 
 
 def test_the_boundary_carries_what_the_formula_says() -> None:

@@ -101,7 +101,7 @@ class ExpertTask(SequenceTask):
     def describe(self) -> str:
         """With the experts."""
         args, first, *more = self.args, *super().describe().splitlines()
-        experts = f"{args.experts} experts in each block, of which {args.top_k} see a position"
+        experts = f"{args.experts} experts in each block, {args.top_k} for each position"
         shared = f", shared by {args.ep} ranks" if args.ep > 1 else ""
         return "\n".join([first, experts + shared, *more])
 
