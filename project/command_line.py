@@ -215,10 +215,6 @@ def add_options(parser: Parser, kind: type[Options], strategy: str | None = None
                 help=text if name in explained else argparse.SUPPRESS,
             )  # fmt: skip
     parser.epilog = "@FILE reads options from a file, as they are typed here."
-    if strategy:
-        parser.epilog += (
-            "\nWithout --model it trains VGG16 on images; --model gpt2-mini learns text."
-        )
 
 
 def spellings(name: str) -> list[str]:

@@ -61,7 +61,11 @@ def typed(args: Options, rows: Iterable[Rule]) -> Iterator[Rule]:
 def of_use(args: Options) -> Iterator[Rule]:
     """What has no effect in this run must not be typed."""
     which = f"--model {VGG}" if "model" in args.typed else f"the default model, {VGG},"
+    started = torchrun_world_size()
+    decides = f"torchrun started {started} ranks and decides it"
     return typed(args, [
+        ("world_size", started in (None, args.world_size), decides, LEAVE),
+        ("master_port", started is None, decides, LEAVE),
         ("schedule chunks balance", args.strategy != "3d" or args.pp > 1,
          "only a run with stages has it", "--pp 2 works"),
         ("sequence_parallel", args.tp > 1,
@@ -98,17 +102,16 @@ def settled(args: O) -> O:
     return replace(args, **new)
 
 
-def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule]:
+def rules(
+    args: Options, parts: int, dealt: str = "world_size", one_at_a_time: bool = True
+) -> Iterator[Rule]:
     """The rules of every program. The batch is dealt out in `parts`, whose number the option
-    `dealt` sets."""
+    `dealt` sets. `one_at_a_time`: the backward of each micro-batch comes before the forward of the
+    next."""
     cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
     kind = choose_device(args.device, 0, args.world_size).type
-    started = torchrun_world_size()
-    yield from [
-        (name, started is None or getattr(args, name) == decided,
-         f"torchrun started {started} ranks and decides it", "leave it out")
-        for name, decided in (("world_size", started), ("master_port", None))
-    ]  # fmt: skip
+    alone = one_at_a_time or args.num_microbatches == 1
+    yield from of_use(args)
     for name in ("batch_size", "n_train", "n_validation"):
         n = getattr(args, name)
         enough = parts == 1 or n is None or n >= parts
@@ -126,6 +129,9 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Rule
         # A resume has the former of its checkpoint.
         ("save_every keep", args.save_every is None or args.keep > 0 or args.resume,
          "no checkpoint would stay", "--keep 1 works"),
+        ("recompute", args.recompute != "except_last" or not alone,
+         "every micro-batch is the last one held: nothing would be recomputed",
+         "--recompute always works"),
     ]  # fmt: skip
     if args.compile:
         yield of_compile(kind == "cuda")
@@ -142,16 +148,6 @@ def of_compile(on_gpu: bool) -> Rule:
         there = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
         there = there if importlib.util.find_spec("triton") else None
     return "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
-
-
-def of_recompute(args: Options, one_at_a_time: bool) -> list[Rule]:
-    """`one_at_a_time`: the backward of each micro-batch comes before the forward of the next."""
-    alone = one_at_a_time or args.num_microbatches == 1
-    return [
-        ("recompute", args.recompute != "except_last" or not alone,
-         "every micro-batch is the last one held: nothing would be recomputed",
-         "--recompute always works"),
-    ]  # fmt: skip
 
 
 def of_model(args: Options) -> Iterator[Rule]:

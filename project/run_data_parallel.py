@@ -65,9 +65,7 @@ def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
     """The same for options that are parsed."""
     args = rules.settled_ranks(as_it_was(given, "ddp"))
     args = rules.settled(replace(args, strategy="ddp", **sizes(dp=args.world_size)))
-    rules.require(args, rules.of_use(args))
     rules.require(args, rules.rules(args, args.world_size))
-    rules.require(args, rules.of_recompute(args, one_at_a_time=True))
     rules.require(args, rules.of_model(args))
     return args
 

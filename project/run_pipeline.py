@@ -117,8 +117,8 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
         "num_devices device", on_cpu or n <= max(1, gpus), stage_rules.visible(gpus),
         f"--num_devices {max(1, gpus)}, or --device cpu, works",
     )  # fmt: skip
-    yield from rules.rules(args, 1)
-    yield from rules.of_recompute(args, args.schedule == "sequential" or n == 1)
+    one_at_a_time = args.schedule == "sequential" or n == 1
+    yield from rules.rules(args, 1, one_at_a_time=one_at_a_time)
     yield from rules.of_model(args)
     blocks = args.n_layer or PRESETS[args.model]["n_layer"]
     yield from stage_rules.of_stages(args, "num_devices", n, blocks)

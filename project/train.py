@@ -132,7 +132,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     if args.model == VGG:
         pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
         fewest = min(len(pictures.train), len(pictures.test))
-        rules.require(args, train_rules.of_pictures(args, fewest))
+        rules.require(args, [train_rules.of_pictures(args, fewest)])
         return PictureTask(args, world, pictures)
     texts = read_texts(args, world)
     kinds: tuple[type[SequenceTask], ...] = (TranslationTask, LanguageTask)

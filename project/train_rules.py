@@ -67,9 +67,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
          "it compares with a run in float64, which --device mps lacks", "--device cpu works"),
     ])  # fmt: skip
     check_trackers(args)
-    yield from rules.of_use(args)
-    yield from rules.rules(args, args.dp, option_of(args, "dp"))
-    yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
+    one_at_a_time = args.pp == 1 or strategy == "model"
+    yield from rules.rules(args, args.dp, option_of(args, "dp"), one_at_a_time)
     sharded = args.strategy == "fsdp" or args.zero == 3
     yield from [
         ("recompute", args.recompute != "sqrt" or not sharded,
@@ -133,14 +132,11 @@ def of_experts(args: Options) -> Iterator[Rule]:
     ]  # fmt: skip
 
 
-def of_pictures(args: Options, num_pictures: int) -> list[Rule]:
-    """`num_pictures`: of the smaller split."""
+def of_pictures(args: Options, number: int) -> Rule:
+    """`number`: of the pictures of the smaller split."""
     option = option_of(args, "dp")
-    return [
-        (f"{option} dataset", num_pictures >= args.dp,
-         f"it has {counted(num_pictures, 'picture')}, and each rank needs one",
-         works(f"--{option}", num_pictures)),
-    ]  # fmt: skip
+    rule = f"it has {counted(number, 'picture')}, and each rank needs one"
+    return f"{option} dataset", number >= args.dp, rule, works(f"--{option}", number)
 
 
 def of_plain_text(args: Options) -> Iterator[Rule]:
