@@ -139,7 +139,8 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
         words = strategy_first(parser, words)
     typed = vars(parser.parse_args(words))
     strategy = typed.get("strategy")
-    for name in typed.keys() - {"strategy", *shown(kind, strategy)}:
+    own = ["strategy", *shown(kind, strategy)]
+    for name in [name for name in typed if name not in own]:
         instead = INSTEAD.get(name, "leave it out")
         parser.error(f"--{name}: only {' or '.join(owners(kind, name))} has it; {instead}")
     if {"n_epochs", "num_batches"} <= typed.keys():

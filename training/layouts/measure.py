@@ -32,7 +32,7 @@ def stage_sizes(
     Args:
         num_microbatches: of a batch; of the first, the last one is what layers are timed on.
     """
-    balance, cut = setup.args.balance or "auto", setup.cut
+    balance, cut = setup.args.balance, setup.cut
     if balance == "auto" and cut is not None and len(cut) == num_stages:
         return list(cut)
     if balance != "auto":

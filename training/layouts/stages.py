@@ -39,7 +39,7 @@ class Staged(MeshLayout):
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
-        args, self._schedule = setup.args, setup.args.schedule or "1f1b"
+        args, self._schedule = setup.args, setup.args.schedule
         self.results_per_rank = args.strategy in ("ddp", "fsdp")  # of one stage
         self.schedule = None if self.results_per_rank else self._schedule
         self.num_microbatches = self._number_of_microbatches()

@@ -63,7 +63,7 @@ class StagesInThreads(_InOneProcess):
         self, task: TrainingTask, world: World, setup: Setup, devices: Sequence[torch.device]
     ) -> None:
         self.task, self.world, self.setup, self.devices = task, world, setup, devices
-        args, self.schedule = setup.args, setup.args.schedule or "1f1b"
+        args, self.schedule = setup.args, setup.args.schedule
         self.num_microbatches = args.num_microbatches or 4
         # Each stage's device, as a number.
         ranks = ranks_of_stages(self.schedule, len(devices), args.chunks)
@@ -134,7 +134,7 @@ class BlocksInThreads(_InOneProcess):
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens
         self.modules = [self.module, *self.layers]
-        blocks, balance = range(plain.config.n_layer), setup.args.balance or "auto"
+        blocks, balance = range(plain.config.n_layer), setup.args.balance
         balance = "uniform" if balance == "auto" else balance
         sizes = split_by(balance, len(blocks), len(devices), "blocks")
         edges = pairwise([0, *accumulate(sizes)])  # (first block, next stage's first) of each
