@@ -52,9 +52,18 @@ tensor
     python project/train.py tensor --num_workers 2 --model gpt2-mini
     python project/train.py tensor --num_workers 2 --model gpt2-mini --sequence_parallel
 
+context
+    Context parallelism, for GPT-2 only: add --model. Every rank holds the whole model and a part of
+    the positions of every sequence. Only attention needs the positions of other ranks. It is for
+    long sequences, whose activations fill the memory. --zero shards the model, too.
+
+    python project/train.py context --num_workers 2 --model gpt2-mini
+    python project/train.py context --num_workers 2 --model gpt2-mini --attention heads
+
 3d
     All of them at once: --dp replicas of a pipeline of --pp stages, whose matrices are cut into
-    --tp parts, on dp x pp x tp processes. --zero shards what the replicas hold.
+    --tp parts and whose sequences are cut into --cp parts, on dp x cp x pp x tp processes. --zero
+    shards what the replicas hold.
 
     python project/train.py 3d --dp 2 --pp 2 --tp 2 --zero 1 --model gpt2-mini
     python project/train.py 3d --dp 2 --pp 2 --schedule zb --num_microbatches 8
@@ -105,8 +114,11 @@ STRATEGIES = {
                       f"balance {EXPERTS}", {"schedule": "gpipe"}, "num_microbatches"),
     "tensor": Strategy("tp", False, "a part of every matrix on each rank, all of the batch (GPT-2)",
                        "sequence_parallel", hidden="vgg_width"),
+    "context": Strategy("cp", False, "a part of every sequence on each rank, all of the batch "
+                        "(GPT-2)", f"attention zero {EXPERTS}", hidden="vgg_width"),
     "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
-                   f"dp pp tp schedule chunks balance sequence_parallel zero {EXPERTS} ep"),
+                   "dp cp pp tp schedule chunks balance sequence_parallel attention zero "
+                   f"{EXPERTS} ep"),
 }  # fmt: skip
 ONLY_SOME = {option for row in STRATEGIES.values() for option in row.options.split()}
 """The options that only some strategies have."""

@@ -38,7 +38,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     elastic = torchrun_world_size() is not None  # another host may join later
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
-    mesh = "strategy zero dp pp"
+    mesh = "strategy zero dp cp pp" if args.cp > 1 else "strategy zero dp pp"
     yield from [
         ("strategy world_size", args.world_size == ranks,
          f"{' x '.join(FACTORS)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
@@ -50,11 +50,13 @@ def of_strategy(args: Options) -> Iterator[Rule]:
          f"this is text, and {VGG} learns pictures", "--model gpt2-mini works"),
         ("strategy model", not vgg or args.tp == 1,
          "only GPT-2's matrices are cut", "--model gpt2-mini works"),
+        ("strategy model", not vgg or args.cp == 1,
+         "pictures have no positions to cut", "--model gpt2-mini works"),
         (mesh, zero != 2,
          "3d has no stage 2", "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"),
         (mesh, zero != 3 or args.pp == 1,
          "stages keep their parameters", "--zero 1, or --pp 1, works"),
-        (mesh, zero is None or args.dp > 1 or elastic,
+        (mesh, zero is None or args.dp * args.cp > 1 or elastic,
          "it shards over replicas", "--dp 2 works"),
         ("keep check_weights", args.keep > 0 or not args.check_weights,
          "it compares the weights that are saved", "--keep 1 works"),
@@ -84,6 +86,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
     if args.tp > 1:
         yield from of_tensor(args)
+    if args.cp > 1 and args.attention == "heads":
+        yield of_heads(args)
     yield from of_experts(args)
     if not row.whole or args.ep > 1:
         yield from of_gpus(args)
@@ -130,6 +134,20 @@ def of_experts(args: Options) -> Iterator[Rule]:
          "an expert gets another number of rows in each step, and would be compiled again",
          "leave --compile out"),
     ]  # fmt: skip
+
+
+def of_heads(args: Options) -> Rule:
+    """Heads that are exchanged for positions are dealt out evenly, too."""
+    option, heads = option_of(args, "cp"), size_of_model(args, "n_head") // args.tp
+    divisors = [n for n in range(2, heads + 1) if heads % n == 0]
+    numbers = f"--{option} {' or '.join(map(str, divisors))}, or " if divisors else ""
+    rule = f"its {heads} heads{' of a rank' if args.tp > 1 else ''} are dealt out evenly"
+    return (
+        f"attention {option} model",
+        heads % args.cp == 0,
+        rule,
+        f"{numbers}--attention ring works",
+    )
 
 
 def of_pictures(args: Options, number: int) -> Rule:

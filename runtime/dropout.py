@@ -30,6 +30,7 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -50,24 +51,31 @@ Keys = Tensor | int | None
 of them, to draw from. None: draw from torch's generator as it is."""
 
 
-def dropout(x: Tensor, p: float, keys: Keys, where: int, first: int = 0) -> Tensor:
+Index = Tensor | int
+"""Where a part of a tensor is in the whole, along a dimension: the number of its first element, or,
+if they do not follow each other, the numbers of all."""
+
+
+def dropout(x: Tensor, p: float, keys: Keys, where: int, *index: Index) -> Tensor:
     """`x` with each element set to 0 with probability `p`, the others divided by 1 - p.
 
     Args:
         x: [B, T, C], or [B, H, T, C].
         where: the `site_of` this dropout.
-        first: the index in the whole tensor of the first position or head, along dimension 1.
+        index: of dimension 1 (positions or heads), and so on; by default 0.
     """
     if p == 0:
         return x
     if not isinstance(keys, Tensor):
+        first = index[0] if index and isinstance(index[0], int) else 0
         return _drawn(lambda: F.dropout(x, p), x.device, keys, where, first)
     row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
-    for size in x.shape[1:-1]:
-        index = torch.arange(first, first + size, device=x.device)
-        row = _mix(row[..., None] + _mix(_low(index) + 1))  # [B, T]; or [B, H], [B, H, T]
-        first = 0  # of the dimensions that are never cut
-    channels = _mix(_low(torch.arange(x.size(-1), device=x.device)) + 1)  # [C]
+    *rows, channels = (
+        _mix(_low(torch.arange(at, at + size, device=x.device) if isinstance(at, int) else at) + 1)
+        for size, at in zip_longest(x.shape[1:], index, fillvalue=0)
+    )
+    for numbers in rows:
+        row = _mix(row[..., None] + numbers)  # [B, T]; or [B, H], [B, H, T]
     kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31  # int32: from -2**31
     return torch.where(kept, x * (1 / (1 - p)), 0)
 

@@ -242,12 +242,16 @@ class Axes:
 
     dp: Count = UNSET
     """data-parallel replicas, each with a part of the batch; default: as many as the ranks allow"""
+    cp: Count = UNSET
+    """parts that every sequence is cut into; default: 1"""
     pp: Count = UNSET
     """pipeline stages; default: 1"""
     tp: Count = UNSET
     """parts that every matrix is cut into; default: 1"""
     sequence_parallel: bool = False
     """between the matrices, each rank holds a part of the positions"""
+    attention: Literal["ring", "heads"] = "ring"
+    """ring: keys and values go from rank to rank; heads: positions are exchanged for heads"""
     experts: Count | None = None
     """experts in the place of the MLP of each block (GPT-2); default: the one MLP"""
     top_k: Count = 2
@@ -310,8 +314,6 @@ class Options(
     PROGRAM: ClassVar[str]
     strategy: str = "single"
     """how the model is laid out on the processes"""
-    cp: Count = UNSET
-    """parts that every sequence is cut into"""
     typed: Set[str] = frozenset()
     """the names of the options that a person has typed"""
 

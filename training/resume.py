@@ -42,7 +42,7 @@ DECIDE = {
 LENGTH = {"n_epochs", "num_batches"}
 # In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
 OF_LAYOUT = {
-    "world_size", *AXES, "zero", "sequence_parallel", "schedule", "chunks", "balance",
+    "world_size", *AXES, "zero", "sequence_parallel", "attention", "schedule", "chunks", "balance",
     "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "num_devices", "pipeline",
 }  # fmt: skip
 # Of one computer, or of one start. A resume takes none of these.

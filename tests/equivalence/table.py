@@ -8,7 +8,7 @@ it trains.
 Names begin with the layout and the number of its ranks or stages:
 
     single     one process                    threads    stages in threads
-    mesh       dp x pp x tp ranks
+    mesh       dp x pp x tp ranks             context    positions
     ddp        the whole model on each rank   module     a Pipe as a plain nn.Module
     fsdp       shards                         blocks     the course's GPT2LMHeadModelParallel
     pipeline   stages, one on each rank
@@ -124,15 +124,18 @@ def mesh(
     zero: int | None = None,
     chunks: int = 1,
     ep: int = 1,
+    cp: int = 1,
+    attention: str = "ring",
 ) -> Build:
-    """dp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts."""
+    """dp x cp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        places = make_mesh(ranks_of({"dp": dp, "ep": ep, "pp": pp, "tp": tp}), 60.0)
+        ranks = ranks_of({"dp": dp, "ep": ep, "cp": cp, "pp": pp, "tp": tp})
+        places = make_mesh(ranks, 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         asked = having(
             setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
-            chunks=chunks,
+            chunks=chunks, attention=attention,
         )  # fmt: skip
         return (Sharded if zero in (2, 3) else Staged)(task, world, asked, places)
 
@@ -332,6 +335,56 @@ def _meshes() -> Iterator[Row]:
     yield Row("mesh4-1x2x2-twice", 4, mesh(1, 2, 2), problem, 2, "second run")
 
 
+def _contexts() -> Iterator[Row]:
+    """Sequences of 2 to 20 positions, most of which no rank's stretches divide, over up to four
+    ranks; a few have no position for each stretch. With m = 100 micro-batches each has an example,
+    or none. Dropout is on where nothing else is said."""
+    problem = Sentences(
+        22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
+    )
+    odd, no_target = replace(ODD, n_head=4), Sentences(12, 4, some_without_target=True)
+    for attention, c in product(("ring", "heads"), (2, 3, 4)):
+        trained = replace(problem, n_head=6, n_embd=24) if c == 3 else problem
+        build, name = mesh(1, 1, 1, cp=c, attention=attention), f"context{c}-{attention}"
+        yield Row(name, c, build, trained, 2)
+        kept = replace(trained, dropout=0.0)  # by fused kernels
+        yield Row(f"{name}-no_dropout", c, build, kept, 2)
+        yield Row(f"{name}-one_each", c, build, replace(kept, max_grad_norm=None), 100)
+        if c == 2:
+            yield Row(f"{name}-odd", c, build, odd, 2)
+            yield Row(f"{name}-gloo", c, build, kept, 2)
+            yield Row(f"{name}-no_target", c, build, no_target, 3)
+            yield Row(f"{name}-untied", c, build, replace(trained, tied=False), 2)
+            yield Row(f"{name}-twice", c, build, problem, 2, "second run")
+            yield Row(f"{name}-resumed", c, build, problem, 2, "resumed run")
+            beside: Any = "nothing recomputed"
+            yield Row(f"{name}-recompute_always", c, build, problem, 2, beside, "always")
+        for zero in (1, 2, 3):
+            build = mesh(1, 1, 1, zero=zero, cp=c, attention=attention)
+            yield Row(f"{name}-zero{zero}", c, build, trained, 2)
+    for schedule in ("gpipe", "1f1b", "zb", "interleaved", "zbv"):
+        chunks = 2 if schedule in ("interleaved", "zbv") else 1
+        build = mesh(1, 2, 1, schedule, chunks=chunks, cp=2)
+        yield Row(f"mesh4-1x2x1-cp2-{schedule}", 4, build, problem, 3)
+    for dp, pp, tp in ((2, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)):
+        W, m = 2 * dp * pp * tp, 3 if pp > 1 else 2
+        name = f"mesh{W}-{dp}x{pp}x{tp}-cp2"
+        for attention in ("ring", "heads"):
+            build = mesh(dp, pp, tp, cp=2, attention=attention)
+            yield Row(f"{name}-{attention}", W, build, problem, m)
+        yield Row(f"{name}-zero1", W, mesh(dp, pp, tp, "zb", zero=1, cp=2), problem, m)
+        if tp > 1:
+            build = mesh(dp, pp, tp, sequence_parallel=True, cp=2)
+            yield Row(f"{name}-sequence", W, build, problem, m)
+        if pp == 1:
+            build = mesh(dp, pp, tp, sequence_parallel=tp > 1, zero=3, cp=2)
+            yield Row(f"{name}-zero3", W, build, problem, m)
+    build = mesh(1, 1, 3, sequence_parallel=True, cp=2)
+    yield Row("mesh6-1x1x3-cp2-sequence", 6, build, replace(problem, n_head=3, n_embd=24), 2)
+    yield Row("mesh6-1x2x1-cp3-zb", 6, mesh(1, 2, 1, "zb", cp=3), problem, 3)
+    yield Row("mesh4-2x1x1-cp2-none_left", 4, mesh(2, 1, 1, cp=2), Sentences(9, 8, n_head=4), 100)
+
+
 def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
     builds: dict[str, tuple[int, Build]] = {
@@ -405,6 +458,10 @@ def _experts() -> Iterator[Row]:
         "mesh4-ep2-pp2-zbv": (4, mesh(2, 2, 1, "zbv", ep=2, chunks=2), 3),
         "mesh4-ep2-pp2-zb-zero1": (4, mesh(2, 2, 1, "zb", ep=2, zero=1), 3),
         "mesh8-dp4-ep2-pp2": (8, mesh(4, 2, 1, ep=2), 2),
+        "context2-experts": (2, mesh(1, 1, 1, cp=2), 2),
+        "mesh4-ep2-cp2": (4, mesh(2, 1, 1, ep=2, cp=2), 2),
+        "mesh4-ep2-cp2-zero3": (4, mesh(2, 1, 1, ep=2, cp=2, zero=3), None),
+        "mesh4-ep2-cp2-heads-zero1": (4, mesh(2, 1, 1, ep=2, cp=2, zero=1, attention="heads"), 2),
     }
     for name, (ranks, build, m) in layouts.items():
         yield Row(name, ranks, build, ROUTED, m)
@@ -419,7 +476,9 @@ def _experts() -> Iterator[Row]:
         yield Row(name, 4, mesh(4, 1, 1, ep=4, zero=zero), alone, 100)
 
 
-PARTS = (_whole_models, _shards, _stages, _chunks, _meshes, _same_bits, _recomputed, _experts)
+PARTS = (
+    _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _same_bits, _recomputed, _experts
+)  # fmt: skip
 TABLE = tuple(row for part in PARTS for row in part())
 
 

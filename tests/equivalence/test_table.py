@@ -65,6 +65,9 @@ SHORT = """
     mesh2-1x1x2-recompute_always mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1 single-experts-top1
     ddp2-experts mesh2-ep2 mesh2-ep2-zero1 mesh2-ep2-zero3-recompute_always mesh4-dp4-ep2-zero3
     mesh4-dp4-ep4-none_left mesh4-ep2-pp2-zb-zero1-resumed mesh4-ep2-pp2-zbv mesh4-dp4-ep2
+    context2-ring context2-heads-no_target context2-ring-zero2 context3-ring-one_each context4-ring
+    context3-heads-zero3 mesh4-1x2x1-cp2-zb mesh4-2x1x1-cp2-none_left mesh4-1x1x2-cp2-sequence
+    context2-experts mesh4-ep2-cp2-zero3
 """
 
 

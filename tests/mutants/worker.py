@@ -24,7 +24,15 @@ from typing import Any, NoReturn
 
 import psutil
 
-PROJECT = ("runtime", "data_parallel", "pipeline", "tensor_parallel", "training", "project")
+PROJECT = (
+    "runtime",
+    "data_parallel",
+    "pipeline",
+    "tensor_parallel",
+    "context_parallel",
+    "training",
+    "project",
+)
 LIBRARIES = (
     "torch", "torch.distributed", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
     "transformers", "tokenizers", "datasets", "safetensors.torch", "matplotlib.pyplot", "numpy",

@@ -124,7 +124,8 @@ class LaidOutModel(ABC):
         world: who this rank is.
         held: what this rank holds and its optimizers update.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
-        tp_rank: its place among ranks that share the layers, whose dropout has other masks.
+        tp_rank: its place among ranks that share layers or sequences, whose dropout has other
+            masks.
         description: how the model is laid out, in words.
         modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
@@ -208,6 +209,12 @@ class LaidOutModel(ABC):
 
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
         """Call it after new values were written into what is `held`."""
+
+    @property
+    def sentences(self) -> tuple[int, int]:
+        """Which sentences it translates; see `training.tasks.task.Translator`. Each is for the
+        ranks that hold one model together."""
+        return self.dp_rank, self.dp_size
 
     @property
     def counted(self) -> list[nn.Parameter]:

@@ -55,8 +55,9 @@ class Sharded(MeshLayout):
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
         count = max(1, step.count)
         step = self.filled(step)
-        inputs = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
-        loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
+        parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
+        inputs, targets = [x for x, _ in parts], [target for _, target in parts]
+        loss = self.fsdp.train_step(inputs, targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         self.cut_task.sum_gradients(self.shared)  # then over the tensor axis
         if self.replica.size > 2:

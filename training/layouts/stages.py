@@ -81,8 +81,9 @@ class Staged(MeshLayout):
         """As asked, or as suits the mesh; None: the device."""
         if self.setup.args.strategy == "model":
             return 1
-        # Between matrices each micro-batch costs the latency of its collectives.
-        usual = 4 if self.mesh["pp"].size > 1 else 1 if self.mesh["tp"].size > 1 else None
+        # Where ranks meet inside a layer, each micro-batch costs the latency of its collectives.
+        shared = self.mesh["tp"].size * self.mesh["cp"].size > 1
+        usual = 4 if self.mesh["pp"].size > 1 else 1 if shared else None
         return self.setup.args.num_microbatches or usual
 
     def _whole_parameters(self) -> list[Held]:
@@ -138,10 +139,10 @@ class Staged(MeshLayout):
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
         step = self.filled(step)
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
-            inputs = map(self.cut_task.input, step.inputs, step.targets)
+            inputs, targets = zip(*map(self.cut_task.input, step.inputs, step.targets), strict=True)
             with self.setup.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
-                    MicroBatches(inputs), MicroBatches(step.targets), self.cut_task.loss,
+                    MicroBatches(inputs), MicroBatches(targets), self.cut_task.loss,
                     self._schedule, scale=1 / count,
                     ready=self._ready,
                 )  # fmt: skip

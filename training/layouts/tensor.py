@@ -34,7 +34,6 @@ from experts.layer import share_experts
 from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
-from runtime.recorder import Recorder
 from runtime.shared_memory import add_up
 from runtime.waits import control_device
 from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
@@ -43,16 +42,18 @@ from training.launch import errors
 from training.launch.world import World
 from training.tasks.experts import ExpertTask
 from training.tasks.generation import greedy
+from training.tasks.gpt2 import numbers_of_targets
 from training.tasks.task import Step, TrainingTask
 
+from .context import attend_across, own_positions, rows_in_order
 from .layout import Held, LaidOutModel, Setup
 
 
 class CutTask:
-    """The layers of a task that the ranks of `axis` share.
+    """The layers of a task that the ranks of the axis `tp` share, on positions that those of `cp`
+    share.
 
     Args:
-        sequence_parallel: between the matrices each rank has a part of the positions.
         sharing: the ranks that share experts.
 
     Attributes:
@@ -60,35 +61,30 @@ class CutTask:
         experts: the names of parameters of which each of `sharing` has other experts.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        axis: Axis,
-        dtype: torch.dtype,
-        sequence_parallel: bool,
-        recorder: Recorder,
-        sharing: Communicator,
-    ) -> None:
+    def __init__(self, task: TrainingTask, setup: Setup, mesh: Mesh, sharing: Communicator) -> None:
         self.task = task
-        self.ranks = Communicator(axis.group, recorder=recorder)
-        self.sequence_parallel = sequence_parallel and axis.size > 1
-        skeleton: Any = task.skeleton().to(dtype)
+        self.ranks = Communicator(mesh["tp"].group, recorder=setup.timeline)
+        self.contexts = Communicator(mesh["cp"].group, recorder=setup.timeline)
+        self.sequence_parallel = setup.args.sequence_parallel and self.ranks.size > 1
+        skeleton: Any = task.skeleton().to(setup.dtype)
         self.model = skeleton
         self.shards: dict[str, TensorShard] = {}
         if sharing.size > 1:
             for name, shape in share_experts(self.model, sharing).items():
                 self.shards[name] = TensorShard(shape, 0, 1, sharing.rank, sharing.size)
         self.experts = {*self.shards}
-        if axis.size == 1:
-            self.layers = task.layers(self.model)
-            return
-        self.shards |= cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
+        if self.ranks.size > 1:
+            self.shards |= cut_matrices(self.model, self.ranks, self.sequence_parallel)  # by name
         self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
+        if self.contexts.size > 1:
+            attend_across(self.layers, self.contexts, setup.args.attention)
+        if self.ranks.size == 1:
+            return
         for layer in self.layers[:-1]:  # tells them their heads and positions
-            layer.shard, layer.sequence_parallel = axis.rank, sequence_parallel  # type: ignore[assignment]
+            layer.shard, layer.sequence_parallel = self.ranks.rank, self.sequence_parallel  # type: ignore[assignment]
         self.head: VocabularyParallelHead = skeleton.lm_head
         norm = skeleton.transformer.ln_f
-        self.layers[-1] = HeadAndLoss(norm, self.head, sequence_parallel)
+        self.layers[-1] = HeadAndLoss(norm, self.head, self.sequence_parallel)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
@@ -99,17 +95,21 @@ class CutTask:
         else:
             self.task.initialize(name, p)
 
-    def input(self, x: Any, target: Any, training: bool = True) -> Any:
-        """The input of the first layer for a micro-batch whose loss is wanted."""
+    def input(self, x: Any, target: Any, training: bool = True) -> tuple[Any, Any]:
+        """This rank's part of a micro-batch whose loss is wanted: the input of the first layer, and
+        the labels."""
+        scattered = training and self.sequence_parallel
+        if self.contexts.size > 1:
+            x, target = own_positions(x, target, self.contexts, self.ranks.size if scattered else 1)
         if self.ranks.size == 1:
-            return x
+            return x, target
         length = x.hidden.size(1)
         # Padding makes the sequence a multiple of the number of ranks.
-        more = -length % self.ranks.size if training and self.sequence_parallel else 0
+        more = -length % self.ranks.size if scattered else 0
         if more:
             numbers = x.targets + x.targets // length * more  # earlier rows are longer
             x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
-        return x._replace(labels=target)
+        return x._replace(labels=target), target
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss, from the output of the last layer, which may have computed it."""
@@ -191,17 +191,15 @@ class MeshLayout(LaidOutModel):
         self.world = world
         self.dp_rank, self.dp_size, _ = mesh[BATCH_AXES]
         self.replica = mesh[DATA_AXES]  # its place among ranks that hold the same
-        self.tp_rank = mesh["tp"].rank
+        self.tp_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
         self.sharing = Communicator(mesh["ep"].group, recorder=setup.timeline)
         self.together: Axis = mesh["ep"]  # the ranks that meet in a forward
-        self.cut_task = CutTask(  # on the meta device: no memory yet
-            task,
-            mesh["tp"],
-            setup.dtype,
-            setup.args.sequence_parallel,
-            setup.timeline,
-            self.sharing,
-        )
+        self.cut_task = CutTask(task, setup, mesh, self.sharing)  # on the meta device: no memory
+
+    @property
+    def sentences(self) -> tuple[int, int]:
+        """Each replica has its own, as positions are not cut where sentences grow."""
+        return self.replica.rank, self.replica.size
 
     def replicas(self, *axes: str) -> tuple[str, ...]:
         """Those of `axes` that have several ranks."""
@@ -231,13 +229,21 @@ class MeshLayout(LaidOutModel):
         None on a rank that has run out of data."""
 
     def outputs(self, x: Any) -> Tensor | None:
-        """The logits of all tokens, on the first rank of the tensor axis."""
+        """The logits of all tokens, on the first rank of the axes of tensors and contexts."""
+        contexts, places = self.cut_task.contexts, None
+        if x is not None and contexts.size > 1:
+            numbers = torch.arange(len(numbers_of_targets(x.targets)), device=x.hidden.device)
+            x, places = own_positions(x, numbers, contexts)
         output = self.forward(x)
-        return None if output is None else self.cut_task.logits(output)
+        logits = None if output is None else self.cut_task.logits(output)
+        return (
+            logits if logits is None or places is None else rows_in_order(logits, places, contexts)
+        )
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """Counted on one rank of the tensor axis."""
-        x = None if x is None else self.cut_task.input(x, target, training=False)
+        if x is not None:
+            x, target = self.cut_task.input(x, target, training=False)
         output = self.forward(x)
         return None if output is None else self.cut_task.measure(output, target)
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from experts.dispatch import summed
 from experts.layer import Experts
 from experts.routing import Balance, balance_loss, tally
+from runtime.communicator import Communicator
 
 from .gpt2 import FeedForward, Head, Sequences, gpt2_layers
 from .language import LanguageTask
@@ -28,19 +30,29 @@ from .translation import TranslationTask
 
 
 class RoutedFeedForward(FeedForward):
-    """The second half of a block, with experts."""
+    """The second half of a block, with experts.
+
+    Attributes:
+        contexts: the ranks that have other positions of the same sequences.
+    """
 
     mlp: Experts
+    contexts: Communicator | None = None
 
     def forward(self, x: Sequences) -> Sequences:
         """The residual, and the balance loss, with this layer's."""
         y, choice = self.mlp(self.ln_2(x.hidden))
-        hidden = x.hidden + self.drop(y, self.mlp.dropout.p, x.keys)
+        hidden = x.hidden + self.drop(y, self.mlp.dropout.p, x)
         if x.balance is None:  # no training
             return x._replace(hidden=hidden)
         lengths, targets, total = x.balance
-        positions = torch.arange(hidden.size(1), device=hidden.device)
+        positions = x.positions
+        if positions is None:
+            positions = torch.arange(hidden.size(1), device=hidden.device)
         chosen, probabilities = tally(choice, positions < lengths[:, None])
+        if self.contexts is not None:
+            chosen = self.contexts.all_reduce(chosen)
+            probabilities = summed(probabilities, self.contexts)
         of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
         total = total + (of_sequences * targets).sum()
         return x._replace(hidden=hidden, balance=Balance(lengths, targets, total))

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.dropout import Keys, attention, dropout, site_of
+from runtime.dropout import Index, Keys, attention, dropout, site_of
 from training.launch.errors import UserError
 from training.tasks.task import stream
 
@@ -139,6 +139,8 @@ class Sequences(NamedTuple):
         labels: [N], the tokens to predict. Only a head that is fused with the loss needs them
             (tensor_parallel/gpt2.py).
         cache: of this process, where sentences are continued.
+        positions: [T], their numbers in the sequence, where other ranks have other positions
+            (layouts/context.py). None: this process has all of them.
         balance: in training, what the balance loss of experts is made of (experts/routing.py).
     """
 
@@ -147,6 +149,7 @@ class Sequences(NamedTuple):
     keys: Keys = None
     labels: Tensor | None = None
     cache: Cache | None = None
+    positions: Tensor | None = None
     balance: Any = None
 
 
@@ -173,15 +176,17 @@ class Layer(nn.Module):
         super().__init__()
         self.where = site_of(name)
 
-    def first(self, hidden: Tensor) -> int:
-        """The position of the first of the hidden states B T C in its sequence."""
-        return self.shard * hidden.size(1) if self.sequence_parallel and self.training else 0
+    def place(self, hidden: Tensor, x: Sequences) -> Index:
+        """Which positions of their sequences the hidden states B T C are."""
+        T = hidden.size(1)
+        first = self.shard * T if self.sequence_parallel and self.training else 0
+        return first if x.positions is None else x.positions[first : first + T]
 
-    def drop(self, hidden: Tensor, p: float, keys: Keys) -> Tensor:
+    def drop(self, hidden: Tensor, p: float, x: Sequences) -> Tensor:
         """Dropout of hidden states B T C, in training."""
         if not self.training:
             return hidden
-        return dropout(hidden, p, keys, self.where, self.first(hidden))
+        return dropout(hidden, p, x.keys, self.where, self.place(hidden, x))
 
 
 class Embedding(Layer):
@@ -193,16 +198,24 @@ class Embedding(Layer):
 
     def forward(self, x: Sequences) -> Sequences:
         hidden = self.wte(x.hidden)  # B T C, or this rank's part of T
-        if x.cache is None:
-            first = self.first(hidden)
-            positions = torch.arange(first, first + hidden.size(1), device=hidden.device)  # [T]
-        else:
+        positions = self.place(hidden, x)
+        if x.cache is not None:
             positions = x.cache.positions(hidden)  # [B, T]
-        return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x.keys))
+        elif isinstance(positions, int):
+            positions = torch.arange(positions, positions + hidden.size(1), device=hidden.device)
+        else:  # [T]; what pads may be beyond the model's last position, and nothing sees it
+            positions = positions.clamp(max=self.wpe.num_embeddings - 1)
+        return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x))
 
 
 class Attention(Layer):
-    """The first half of a block: norm, attention, residual."""
+    """The first half of a block: norm, attention, residual.
+
+    Attributes:
+        across_ranks: computes attention where other ranks have other positions.
+    """
+
+    across_ranks: Callable[..., Tensor]
 
     def __init__(self, name: str, block: GPT2Block) -> None:
         super().__init__(f"{name}.attn")
@@ -220,9 +233,10 @@ class Attention(Layer):
             k, v = x.cache.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
         first = self.shard * q.size(1)  # the number of its first head in the model
         p = attn.attn_dropout.p if self.training else 0.0
-        y = attention(q, k, v, mask, p, x.keys, self.weights_where, first)  # B H T E
+        attend = attention if x.positions is None else self.across_ranks
+        y = attend(q, k, v, mask, p, x.keys, self.weights_where, first)  # B H T E
         y = attn.c_proj(y.transpose(1, 2).flatten(2))  # B T C, as hidden
-        return x._replace(hidden=x.hidden + self.drop(y, attn.resid_dropout.p, x.keys))
+        return x._replace(hidden=x.hidden + self.drop(y, attn.resid_dropout.p, x))
 
 
 class FeedForward(Layer):
@@ -235,7 +249,7 @@ class FeedForward(Layer):
     def forward(self, x: Sequences) -> Sequences:
         mlp = self.mlp
         y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(x.hidden))))  # C to 4C, this rank's, and back
-        return x._replace(hidden=x.hidden + self.drop(y, mlp.dropout.p, x.keys))
+        return x._replace(hidden=x.hidden + self.drop(y, mlp.dropout.p, x))
 
 
 class Head(nn.Module):

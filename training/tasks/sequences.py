@@ -256,13 +256,14 @@ class SequenceTask(TrainingTask, ABC):
     ) -> list[str]:
         """The continuations of all prompts, in their order, on every rank. Part p generates those
         of the prompts p, p + parts, ...; `most` and `bar` as in `continue_all`."""
-        mine = slice(model.dp_rank, None, model.dp_size)
+        rank, size = model.sentences
+        mine = slice(rank, None, size)
         texts = continue_all(
             model, self.tokenizer, prompts[mine], most[mine], self.device,
             bar=bar if world.is_main else None,
         )  # fmt: skip
-        every = world.of_parts(model.dp_rank, texts)
-        return [every[i % model.dp_size][i // model.dp_size] for i in range(len(prompts))]
+        every = world.of_parts(rank, texts)
+        return [every[i % size][i // size] for i in range(len(prompts))]
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the texts."""

@@ -67,11 +67,11 @@ class Score:
 
 
 class Translator(Protocol):
-    """A model in evaluation mode, or this rank's part of one, that continues the sentences of
-    `dp_rank` of `dp_size`."""
+    """A model in evaluation mode, or this rank's part of one, that continues sentences."""
 
-    dp_rank: int
-    dp_size: int
+    @property
+    def sentences(self) -> tuple[int, int]:
+        """Which of them: (r, n) are r, r + n, r + 2 n, ..."""
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The most probable next token of each sentence, B, on every rank, of the first

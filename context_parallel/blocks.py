@@ -1,0 +1,87 @@
+"""A block of attention that knows the sum of its exponentials, forward and backward.
+
+    forward     out = softmax(q k^T / sqrt(E)) v, and log_sum = log(sum(exp(q k^T / sqrt(E))))
+    backward    the gradients of q, k and v, from the output and the log_sum of *all* keys of a
+                query, of which the block has some: its weights are exp(q k^T / sqrt(E) - log_sum)
+
+torch's fused kernels do both and keep no scores: one for CPUs, and FlashAttention for 16-bit
+numbers on GPUs. Plain products, which hold a block's scores while they compute, are for dropout and
+for what no kernel takes.
+
+Shapes: B examples, H heads, T queries, S keys, E channels of a head. q and out are [B, H, T, E], k
+and v [B, H, S, E], log_sum is [B, H, T].
+
+Papers: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+"FlashAttention", 2022 (its backward).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from runtime.shared_memory import wide
+
+aten = torch.ops.aten
+Dropped = Callable[[Tensor], Tensor] | None
+"""Dropout of weights [B, H, T, S], with the same mask whenever it is called."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropped: Dropped = None
+) -> tuple[Tensor, Tensor]:
+    """The output and log_sum. `causal`: query t sees keys 0 to t."""
+    if _on_cpu(q, dropped):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if _on_gpu(q, dropped):
+        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, log_sum
+    scores = _scores(q, k, causal)
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum[..., None]).exp().to(v.dtype)
+    return (dropped(weights) if dropped else weights) @ v, log_sum
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal: bool,
+    dropped: Dropped = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v. `out` and `log_sum` are those of all keys."""
+    saved = d_out, q, k, v, out, log_sum
+    if _on_cpu(q, dropped):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, causal)
+    if _on_gpu(q, dropped):
+        lengths = None, None, q.size(2), k.size(2)  # alike in the whole batch
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is off
+        return aten._scaled_dot_product_flash_attention_backward(
+            *saved, *lengths, 0.0, causal, seed, seed
+        )
+    weights = (_scores(q, k, causal) - log_sum[..., None]).exp().to(v.dtype)
+    kept = dropped(weights) if dropped else weights
+    # The softmax: weights * (d_weights - sum of weights * d_weights over all keys). That sum is
+    # d_out * out, with dropout, too.
+    mean = (d_out * out).sum(-1, keepdim=True)
+    d_scores = (kept * (d_out @ v.transpose(-2, -1)) - weights * mean) / math.sqrt(q.size(-1))
+    return d_scores @ k, d_scores.transpose(-2, -1) @ q, kept.transpose(-2, -1) @ d_out
+
+
+def _on_cpu(q: Tensor, dropped: Dropped) -> bool:
+    return dropped is None and q.device.type == "cpu"
+
+
+def _on_gpu(q: Tensor, dropped: Dropped) -> bool:
+    sixteen = q.dtype in (torch.bfloat16, torch.float16)
+    return dropped is None and q.device.type == "cuda" and sixteen and q.size(-1) % 8 == 0
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """[B, H, T, S], in fp32 at least; where a key is later than the query, -inf."""
+    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)
+    scores = scores.to(wide(scores))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores

@@ -1,0 +1,31 @@
+"""Which positions of a sequence a rank has.
+
+Problem. With a causal mask, position t sees t + 1 positions. A rank with the last half of a
+sequence has three times the attention of one with the first half, and all wait for it.
+
+Idea. The sequence is cut into 2c stretches, and rank r has one from each end, r and 2c - 1 - r. A
+late stretch makes up for an early one, so that every rank has equal work:
+
+    c = 2, stretches 0 1 2 3        rank 0: 0 and 3     rank 1: 1 and 2
+
+Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def multiple(size: int, tensor_ranks: int = 1) -> int:
+    """The lengths that can be cut over `size` ranks, and each rank's positions again over so many,
+    are the multiples of this."""
+    return size * (2 if tensor_ranks % 2 else 1) * tensor_ranks
+
+
+def zigzag(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
+    """The positions that a rank has of a sequence of `length`, a multiple of 2 `size`, ascending:
+    [length / size]."""
+    half = length // (2 * size)
+    first = torch.arange(rank * half, (rank + 1) * half, device=device)
+    return torch.cat([first, first + (2 * size - 1 - 2 * rank) * half])

@@ -1,0 +1,156 @@
+"""Ring attention: keys and values go from rank to rank, and each computes a block of attention.
+
+Problem. The queries of a rank need the keys and values of all earlier positions, which other ranks
+have. Gathered, those would be whole on every rank.
+
+Idea. In c steps every rank's keys and values pass every rank. A step computes attention over those
+that are there, a block, while the next ones travel. A block knows the sum of its exponentials, so
+blocks are joined exactly: with s the logarithm of that sum,
+
+    s = logaddexp(s1, s2)        out = out1 exp(s1 - s) + out2 exp(s2 - s)
+
+    step        the keys that are there     computed (a rank has two stretches: positions.py)
+    0           the rank's own              its own block, with the causal mask
+    1 to c-1    an earlier rank's           all queries, the first half of the keys
+                a later rank's              the last half of the queries, all keys
+
+Only the first block needs a mask, nothing is computed that a mask would hide, and in every step all
+ranks have equal work. Backward computes the blocks again, from the joined sums. Keys and values go
+round once more; behind them go their gradients, to which every rank adds, and which end at home.
+
+Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) forward and 2 G (c-1)
+backward, and holds 2 G beside its own. Where dropout is on, blocks are plain products: masks are
+hashed from the positions of query and key (on a GPU, too), which no fused kernel does.
+
+Papers: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023;
+Brandon et al., "Striped Attention", 2023 (equal work).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from context_parallel import blocks
+from context_parallel.positions import zigzag
+from runtime.communicator import Communicator, Finish
+from runtime.dropout import Keys, dropout
+from runtime.shared_memory import wide
+
+ALL = slice(None)
+DroppedBlock = Callable[..., Tensor] | None
+"""Drops weights of attention over the keys of a rank: of these rows and columns."""
+
+
+class Ring:
+    """Attention of this rank's positions over those of all `ranks`, two or more. It takes the place
+    of `runtime.dropout.attention`, and has its arguments."""
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks = ranks
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,  # noqa: ARG002
+        first: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """[B, H, T, E]: T are this rank's positions, also of q, k and v."""
+        rank, size = self.ranks.rank, self.ranks.size
+        positions = [zigzag(r, size, size * q.size(2), q.device) for r in range(size)]
+        of_examples = _hashable(keys, q) if p else None
+
+        def dropped(weights: Tensor, owner: int, rows: slice, columns: slice) -> Tensor:
+            of_queries, of_keys = positions[rank][rows], positions[owner][columns]
+            return dropout(weights, p, of_examples, where, first, of_queries, of_keys)
+
+        return _RingAttention.apply(q, k, v, self.ranks, dropped if p else None)
+
+
+def _hashable(keys: Keys, q: Tensor) -> Tensor:
+    """A key for each example, also where there is one number for all of them, or none."""
+    if isinstance(keys, Tensor):
+        return keys
+    if keys is None:
+        return torch.randint(2**62, (len(q),), device=q.device)
+    return keys + torch.arange(len(q), device=q.device) * 0x9E3779B1
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: Communicator, dropped: DroppedBlock
+    ) -> Tensor:
+        kv = torch.stack([k, v])  # [2, B, H, T, E]: those that are here
+        out = log_sum = q  # until the first block
+        for step in range(ranks.size):
+            is_last = step == ranks.size - 1
+            finish = _to_next(kv[:0] if is_last else kv, ranks)
+            rows, columns, drop = _block(step, ranks, q.size(2), dropped)
+            k_here, v_here = kv[..., columns, :]
+            block = blocks.forward(q[:, :, rows], k_here, v_here, step == 0, drop)
+            if step == 0:
+                out, log_sum = (t.to(wide(t)) for t in block)
+            else:
+                _join(out[:, :, rows], log_sum[:, :, rows], *block)
+            kv = finish()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.ranks, ctx.dropped = ranks, dropped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        q, k, v, out, log_sum = ctx.saved_tensors
+        ranks, kv = ctx.ranks, torch.stack([k, v])
+        d_q, d_own = torch.zeros_like(q), torch.zeros_like(kv)
+        d_kv = kv[:0]  # of the keys and values of the step before; its own stay at home
+        for step in range(ranks.size):
+            leaving = kv[:0] if step == ranks.size - 1 else kv
+            finish = _to_next(torch.cat([leaving, d_kv]), ranks)
+            rows, columns, drop = _block(step, ranks, q.size(2), ctx.dropped)
+            k_here, v_here = kv[..., columns, :]
+            d_queries, *d_block = blocks.backward(
+                d_out[:, :, rows], q[:, :, rows], k_here, v_here, out[:, :, rows],
+                log_sum[:, :, rows], step == 0, drop,
+            )  # fmt: skip
+            d_q[:, :, rows] += d_queries
+            # What has arrived: the next keys and values, and what ranks before this one have found
+            # for those of this step.
+            kv, d_arrived = finish().tensor_split([len(leaving)])
+            d_sum = torch.zeros_like(d_own) if step else d_own
+            d_sum[..., columns, :] += torch.stack(d_block)
+            if step:
+                d_kv = d_sum + d_arrived if len(d_arrived) else d_sum
+        d_own += _to_next(d_kv, ranks)()  # home
+        return d_q, *d_own, None, None
+
+
+def _to_next(x: Tensor, ranks: Communicator) -> Finish:
+    """Begins to send rows to the next rank, and to receive as many from the previous one."""
+    if not len(x):
+        return lambda: x
+    size = ranks.size
+    lengths = [[len(x) * (to == (r + 1) % size) for to in range(size)] for r in range(size)]
+    return ranks.start_all_to_all(x, lengths)
+
+
+def _block(
+    step: int, ranks: Communicator, T: int, dropped: DroppedBlock
+) -> tuple[slice, slice, blocks.Dropped]:
+    """What a rank computes in a step: rows are queries, columns keys."""
+    owner = (ranks.rank - step) % ranks.size  # of the keys that are here
+    rows = slice(T // 2, None) if owner > ranks.rank else ALL
+    columns = slice(T // 2) if owner < ranks.rank else ALL
+    drop = partial(dropped, owner=owner, rows=rows, columns=columns) if dropped else None
+    return rows, columns, drop
+
+
+def _join(out: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+    """Joins a block with others, in place."""
+    joined = torch.logaddexp(log_sum, other_sum)
+    out *= (log_sum - joined).exp()[..., None]
+    out += other * (other_sum - joined).exp()[..., None]
+    log_sum.copy_(joined)

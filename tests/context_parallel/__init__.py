@@ -1,0 +1,1 @@
+"""Tests of context_parallel/. That a model trains with it as on one process: tests/equivalence."""

@@ -1,0 +1,138 @@
+"""Attention over several ranks beside attention on one: results, gradients, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from context_parallel import blocks
+from context_parallel.heads import Heads
+from context_parallel.positions import zigzag
+from context_parallel.ring import Ring
+from runtime.communicator import Communicator
+from runtime.dropout import attention
+from tests.ranks import Ranks, nan_in_new_memory
+
+B, H, T, E = 2, 12, 24, 8  # T: of all ranks
+KEYS = torch.tensor([3**30, -(5**20)])
+WAYS: dict[str, Any] = {"ring": Ring, "heads": Heads}
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, and a gradient of the result. Scores are large, so that a wrong maximum shows."""
+    torch.manual_seed(1)
+    q, k, v, d = torch.randn(4, B, H, T, E, dtype=torch.float64).to(dtype)
+    return [6 * q, k, v, d]
+
+
+def results(attend: Callable[..., Tensor], tensors: list[Tensor], p: float) -> list[Tensor]:
+    """What it returns, and the gradients of q, k and v."""
+    *qkv, d = (t.clone() for t in tensors)
+    for t in qkv:
+        t.requires_grad_()
+    out = attend(*qkv, None, p, KEYS, 7, 5)  # the site, and the number of the first head
+    out.backward(d)
+    return [out.detach(), *(t.grad for t in qkv if t.grad is not None)]
+
+
+def differences(
+    rank: int, world_size: int, way: str, p: float, dtype: torch.dtype
+) -> tuple[list[float], list[tuple[str, int]]]:
+    """How far this rank's positions are from those of one process; and the messages of a step."""
+    ranks = Communicator(dist.group.WORLD)
+    seen, start = list[tuple[str, int]](), ranks._start
+
+    def noted(kind: str, x: Tensor, dim: int, lengths: Any = ()) -> Any:
+        to_others = sum(n for to, n in enumerate(lengths[rank]) if to != rank)
+        seen.append((kind, to_others * x[0].numel()))
+        return start(kind, x, dim, lengths)
+
+    ranks._start = noted  # type: ignore[method-assign]
+    whole = results(attention, inputs(torch.float64), p)
+    own = zigzag(rank, world_size, T)
+    with nan_in_new_memory():
+        found = results(WAYS[way](ranks), [t[:, :, own] for t in inputs(dtype)], p)
+    off = [float((f - w[:, :, own]).abs().max()) for f, w in zip(found, whole, strict=True)]
+    return off, seen
+
+
+def rounding(dtype: torch.dtype) -> list[float]:
+    """How far one process is from float64."""
+    pairs = zip(
+        results(attention, inputs(dtype), 0.0),
+        results(attention, inputs(torch.float64), 0.0),
+        strict=True,
+    )
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("c", [2, 3, 4])
+def test_several_ranks_compute_what_one_does(
+    world_of: Callable[[int], Ranks], c: int, way: str, p: float
+) -> None:
+    """And send what the docstrings say."""
+    for off, seen in world_of(c).run(differences, way, p, torch.float64):
+        assert len(off) == 4 and max(off) < 1e-12
+        own = B * H * (T // c) * E  # numbers in a rank's keys
+        if way == "ring":
+            kv = 2 * own
+            # Backward: with keys and values the gradients of those of the step before, but not of
+            # a rank's own; in the end the last ones go home.
+            backward = {2: [kv], 3: [kv, kv, kv], 4: [kv, kv, 2 * kv, kv]}[c] + [kv]
+            sent = [kv] * (c - 1) + backward
+            assert sum(sent) == 3 * (c - 1) * kv
+        else:
+            there, back = 3 * own * (c - 1) // c, own * (c - 1) // c
+            sent = [there, back, back, there]
+        assert seen == [("all_to_all", n) for n in sent]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_half_precision(ranks: Ranks, way: str) -> None:
+    usual = rounding(torch.bfloat16)
+    for off, _ in ranks.run(differences, way, 0.0, torch.bfloat16):
+        assert all(a < 1.5 * b for a, b in zip(off, usual, strict=True))
+
+
+def test_every_way_to_compute_a_block_is_the_same() -> None:
+    """The kernel, and products that drop nothing; with a mask, and with other keys than queries."""
+    q, k, v, d = inputs(torch.float64)
+    for queries, keys, causal in ((T, T, True), (T // 2, T, False), (T, T // 2, False)):
+        some = q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+        found = []
+        for dropped in (None, lambda weights: weights):
+            out, log_sum = blocks.forward(*some, causal, dropped)
+            # As if there were more keys: the block is a part of them.
+            joined = d[:, :, :queries], *some, out * 0.7, log_sum + 0.1
+            found.append([out, log_sum, *blocks.backward(*joined, causal, dropped)])
+        for kernel, products in zip(*found, strict=True):
+            torch.testing.assert_close(kernel, products, rtol=0, atol=1e-11)
+
+
+def drawn(rank: int, _: int, keys: int | None) -> tuple[bool, bool, float]:
+    """Whether two calls drop the same, after the same seed and without; and the share they drop."""
+    ring = Ring(Communicator(dist.group.WORLD))
+    like, v = torch.zeros(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
+
+    def kept() -> Tensor:
+        return ring(like, like, v, None, 0.5, keys, 7)
+
+    torch.manual_seed(rank)
+    one, two = kept(), kept()
+    torch.manual_seed(rank)
+    return bool(one.equal(kept())), bool(one.equal(two)), float(one.mean())
+
+
+def test_masks_without_a_key_for_each_example_are_drawn_once(ranks: Ranks) -> None:
+    """From one number for all, as on a GPU; or from torch's generator. Weights are as likely kept
+    as not, and then doubled: their sum is 1 on average."""
+    for keys in (5**20, None):
+        for again, at_once, mean in ranks.run(drawn, keys):
+            assert again and at_once == (keys is not None) and abs(mean - 1) < 0.1

@@ -1,0 +1,63 @@
+"""Sequences cut over the ranks of a context axis, for layouts on a mesh.
+
+Every rank of the axis gets the same micro-batches and takes its positions of them, by their global
+numbers: token ids, the labels of targets, and the numbers themselves, which embeddings and dropout
+go by. So the label of a stretch's last position is the first token of the next stretch, which
+another rank has, and the loss of a rank is the sum over its own targets.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from context_parallel.heads import Heads
+from context_parallel.positions import multiple, zigzag
+from context_parallel.ring import Ring
+from runtime.communicator import Communicator
+from runtime.mixed import mixed
+from training.tasks.experts import RoutedFeedForward
+from training.tasks.gpt2 import Attention, Sequences, numbers_of_targets
+
+ATTENTION: dict[str, type[Ring] | type[Heads]] = {"ring": Ring, "heads": Heads}
+NO_LABEL = -1
+
+
+def attend_across(layers: list[nn.Module], ranks: Communicator, kind: str) -> None:
+    """Tells layers that need all positions of a sequence how they meet."""
+    for layer in layers:
+        if isinstance(layer, Attention):
+            layer.across_ranks = ATTENTION[kind](ranks)
+        if isinstance(layer, RoutedFeedForward):  # the balance of a sequence
+            layer.contexts = ranks
+
+
+def own_positions(
+    x: Sequences, labels: Tensor, ranks: Communicator, tensor_ranks: int = 1
+) -> tuple[Sequences, Tensor]:
+    """This rank's positions of a micro-batch, and the labels of the targets among them. It is
+    padded, so that every rank has as many, and `tensor_ranks` can share them again. The host waits
+    for a GPU only if some positions have no target."""
+    B, T = x.hidden.shape
+    assert x.targets is not None
+    targets = numbers_of_targets(x.targets) if x.targets.dim() == 2 else x.targets
+    grid = x.hidden.new_full((B * T,), NO_LABEL).index_copy(0, targets, labels).view(B, T)
+    more = -T % multiple(ranks.size, tensor_ranks)
+    positions = zigzag(ranks.rank, ranks.size, T + more, x.hidden.device)
+    ids = F.pad(x.hidden, (0, more)).index_select(1, positions)
+    own = F.pad(grid, (0, more), value=NO_LABEL).index_select(1, positions).flatten()
+    if len(targets) == B * T and not more:
+        at = torch.arange(len(own), device=own.device)
+    else:
+        at = (own != NO_LABEL).nonzero()[:, 0]
+    keys = mixed(x.keys, 0, ranks.rank) if isinstance(x.keys, int) else x.keys  # to draw from
+    return x._replace(hidden=ids, targets=at, keys=keys, positions=positions), own[at]
+
+
+def rows_in_order(rows: Tensor, places: Tensor, ranks: Communicator) -> Tensor | None:
+    """The rows of all ranks, each at its place in the whole, on the first rank; elsewhere None."""
+    numbers = ranks.gather_numbers([len(rows)], rows.device)
+    lengths = [[n] + [0] * (ranks.size - 1) for (n,) in numbers]  # all to the first
+    rows, places = ranks.all_to_all(rows, lengths), ranks.all_to_all(places, lengths)
+    return rows[places.argsort()] if ranks.rank == 0 else None
