@@ -113,6 +113,15 @@ figures: report
 	for r in pipeline2 fsdp2 3d2x2x2; do \
 	  $(RUN) project/plot.py timeline workdir_figures/$$r --output submit_figures || exit; \
 	done
+	$(MAKE) submit_figures/explore.png
+
+# A picture of the page to learn with, by a browser.
+BROWSER ?= chromium
+submit_figures/explore.png: project/page/* | $(VENV)/.installed
+	mkdir -p workdir_figures
+	$(RUN) project/report.py --explore --output workdir_figures/explore.html
+	$(BROWSER) --headless --no-sandbox --hide-scrollbars --window-size=1100,780 --screenshot=$@ \
+	  "file://$(CURDIR)/workdir_figures/explore.html#puzzle=Beat+1F1B"
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

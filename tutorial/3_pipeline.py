@@ -14,6 +14,8 @@ micro-batches both work. In which order? F2 is the forward of micro-batch 2:
               stage 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .
 
 Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B of at most W.
+`python project/report.py --explore` writes a page on which you move these actions, and see what
+that breaks or costs.
 Left out: layers that W does not divide, and stages of unequal cost.
 
 It grows into pipeline/schedules/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and

@@ -25,7 +25,7 @@ GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "ch
 
 
 def fill_template(template: Path, **content: Any) -> str:
-    """A fill_template template, which may extend and include those of page/."""
+    """The text of a template, which may extend and include those of page/."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,

@@ -12,7 +12,9 @@ let settings = { ...FREE };
 let lists = []; // what is shown: per rank its actions
 let undone = []; // earlier lists, the newest last
 let selected = null; // [rank, number] of an action
+let current = null; // the step of these lists
 let before = null; // the step before the last change
+let carried = ""; // the action that was changed last: to move it on is the same change
 
 const number = (value) => String(Number(value.toFixed(2)));
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
@@ -112,7 +114,8 @@ function memory(row, total, most, chunks) {
 function ticks(total) {
   const step = [0.25, 0.5, 1, 2, 5, 10, 20, 50].find((each) => total / each <= 12) ?? 100;
   const times = Array.from({ length: Math.floor(total / step) + 1 }, (_, k) => k * step);
-  return times.map((time) => `<small style="left:${100 * time / total}%">${number(time)}</small>`).join("");
+  return times.filter((time) => time < 0.98 * total).map((time) => `<small style="left:${100 * time / total}%">${number(time)}</small>`).join("") +
+    `<small class="end">${number(total)}</small>`;
 }
 
 // A gap in a sentence.
@@ -180,7 +183,9 @@ function judge(step) {
   document.querySelector("#task").textContent = goal.text;
   document.querySelector("#hint").textContent = goal.hint;
   document.querySelector("#goals").innerHTML = goals.map(([text, reached]) => `<li class="${reached ? "yes" : "no"}">${reached ? "✓" : "○"} ${text}</li>`).join("");
-  document.querySelector("#solved").textContent = solved ? `Solved, with ${plural(undone.length, "change")}.` : "";
+  const next = PUZZLES[PUZZLES.indexOf(goal) + 1];
+  const more = next ? ` Next: <a href="#${urlOf({ puzzle: next.name })}">${next.name}</a>` : "";
+  document.querySelector("#solved").innerHTML = solved ? `Solved, with ${plural(undone.length, "change")}.${more}` : "";
 }
 
 function show(note = "") {
@@ -195,7 +200,7 @@ function show(note = "") {
   document.querySelector("#gaps").innerHTML = step.gaps.map((gap) => `<li>${inWords(gap)}</li>`).join("") || "<li>there is none</li>";
   form.elements.undo.disabled = form.elements.restart.disabled = !undone.length;
   for (const tool of ["earlier", "later", "remove"]) form.elements[tool].disabled = !selected;
-  before = step;
+  current = step;
 }
 
 // Settings that are not the usual ones, or the puzzle, as a part of the page's URL.
@@ -209,7 +214,7 @@ function begin(chosen) {
   const goal = PUZZLES.find(({ name }) => name === chosen.puzzle);
   settings = goal ? { ...FREE, ...goal, puzzle: goal.name } : { ...chosen, alone: false };
   if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = FREE.schedule;
-  [lists, undone, selected, before] = [startOf(settings), [], null, null];
+  [lists, undone, selected, before, carried] = [startOf(settings), [], null, null, ""];
   for (const control of form.querySelectorAll("[name]")) {
     if (control.type === "checkbox") control.checked = settings[control.name];
     else if (control.name === "m") control.value = microbatches.indexOf(settings.m);
@@ -228,8 +233,12 @@ function begin(chosen) {
 // Takes an action out of a list and puts it into one, its own or another; nowhere: removes it.
 function move(rank, k, toRank = null, to = 0) {
   if (rank === toRank && k === to) return;
-  undone.push(lists.map((row) => [...row]));
+  if (carried !== keyOf(lists[rank][k])) {
+    undone.push(lists.map((row) => [...row]));
+    before = current;
+  }
   const [action] = lists[rank].splice(k, 1);
+  carried = keyOf(action);
   if (toRank !== null) lists[toRank].splice(to, 0, action);
   selected = null;
   show(toRank === null ? `${titleOf(action)} of rank ${rank} is gone. ` : `${titleOf(action)} is now number ${to + 1} of ${lists[toRank].length} on rank ${toRank}. `);
@@ -239,7 +248,7 @@ function move(rank, k, toRank = null, to = 0) {
 
 function undo() {
   if (!undone.length) return;
-  [lists, selected] = [undone.pop(), null];
+  [lists, selected, before, carried] = [undone.pop(), null, current, ""];
   show("The last change is undone. ");
   if (document.activeElement === document.body) focusOn([0, 0]); // it was on an action, which is drawn anew
 }
