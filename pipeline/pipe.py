@@ -28,8 +28,7 @@ Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -140,7 +139,8 @@ class Pipe(nn.Module):
         refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES, also_after=False)
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
         clocks = self._all_clocks(len(sizes))
-        with self._call(len(sizes)) as stages:
+        with self._crew.alone():
+            stages = self._new_stages(len(sizes))
             return pipelined(
                 x, sizes, trained_parameters(stages, self.replicas),
                 forward=lambda batches: self.compute(batches, clocks, stages),
@@ -161,8 +161,9 @@ class Pipe(nn.Module):
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
             flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
-            _, sums = self._run_backwards(stages, flow, actions)
+            self._run_flow(flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
+            sums = gradients_by_stage(stages, self.replicas)
         return {p: g for of_stage in sums for p, g in of_stage.items()}  # a parameter is in one
 
     def compute(
@@ -236,13 +237,6 @@ class Pipe(nn.Module):
         jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
         return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
-    def _run_backwards(
-        self, stages: Sequence[Stage], flow: Dataflow, actions: Sequence[Action]
-    ) -> tuple[list[int], list[Gradients]]:
-        """`_run_flow`; then the gradients of each stage, and of parameters on several."""
-        held = self._run_flow(flow, actions)
-        return held, gradients_by_stage(stages, self.replicas)
-
     def train_step(
         self,
         x: Any,
@@ -271,7 +265,8 @@ class Pipe(nn.Module):
         trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([("the Pipe", self)])
         refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES)
-        with self._call(len(inputs)) as stages:
+        with self._crew.alone():
+            stages = self._new_stages(len(inputs))
             losses, n = Losses(stages[-1], loss_fn, targets, scale), len(stages)
             first = 0 if any(trained) else 1  # the first stage that hands on its input's gradient
             up, down = self._up(range(n)), self._down(range(first, n))
@@ -280,9 +275,9 @@ class Pipe(nn.Module):
             flow = Dataflow(stages, {**up, n: losses}, {**down, n: losses}, self.recorder)
             _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
             with torch.enable_grad():
-                self.peak_alive, sums = self._run_backwards(stages, flow, by_clock)
+                self.peak_alive = self._run_flow(flow, by_clock)
                 loss = losses.total()
-            for of_stage in sums:
+            for of_stage in gradients_by_stage(stages, self.replicas):
                 hand_over(of_stage)
             if any(trained):  # on into the caller's graph
                 gradients = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
@@ -302,12 +297,6 @@ class Pipe(nn.Module):
             owned.append([p for p in partition.parameters() if p not in seen])
             seen.update(owned[-1])
         return owned
-
-    @contextmanager
-    def _call(self, num_microbatches: int) -> Iterator[list[Stage]]:
-        """Around a call, which no other thread may interrupt: its stages."""
-        with self._crew.alone():
-            yield self._new_stages(num_microbatches)
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
         with torch.no_grad():  # copies of tied parameters, after an optimizer step
