@@ -135,7 +135,8 @@ def preferred(steps: Sequence[PricedStep]) -> PricedStep:
     kinds of parallelism, and of these with the least memory. What is larger than all runs that the
     planner has seen comes last."""
     equal = [step for step in steps if step.seconds <= slowest_equal(steps[0])]
-    return min(equal, key=lambda step: (beyond(step), kinds(step.layout), step.memory_gb))
+    # The first of those with as much memory is the fastest.
+    return min(equal, key=lambda step: (beyond(step), kinds(step.layout), round(step.memory_gb)))
 
 
 def beyond(step: PricedStep) -> int:

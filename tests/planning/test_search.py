@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from planning.describe import Layout, machine, model_of
 from planning.search import command, cut, doubts, kinds, layouts, preferred, search, why
 from project.train import parse_train
 
+ROOT = Path(__file__).resolve().parents[2]
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
 
@@ -73,6 +75,23 @@ def test_long_sequences_and_experts_are_cut() -> None:
     assert {x.cp for x in layouts(MODEL, 8, 64, cp=8)} == {8}
     some = {(x.tp, x.dp, x.ep) for x in layouts(replace(MODEL, experts=4), 8, 64, pp=1)}
     assert some == {(1, 8, 1), (1, 8, 2), (1, 8, 4)}
+
+
+def test_the_documentation_has_the_planners_choice_of_ring_or_heads() -> None:
+    """In a table of docs/planning.md, made by the search."""
+    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\d,]+) \| (\D+.*) \|$", text, re.M)
+    assert len(rows) == 5
+    for positions, cells in rows:
+        model = model_of("llama-3-8b", seq=int(positions.replace(",", "")))
+        said = []
+        for link in (None, "pcie4", "pcie3"):
+            where = machine("h100", None, link)
+            step = search(model, 8, where, 8, 1, pp=1, tp=1, recompute="never")[0]
+            cp, attention = step.layout.cp, step.layout.attention
+            way = f"{attention}, cp {cp}" if cp > 1 else "neither"
+            said.append(f"{way}: {step.seconds:.3g} s, {step.memory_gb:.0f} GiB")
+        assert cells.split(" | ") == said
 
 
 def test_why_a_layout_is_slower() -> None:
