@@ -25,7 +25,7 @@ from tests.pipeline.pipeline_models import (
     square_error,
     take_gradients,
 )
-from tests.ranks import Ranks
+from tests.remote import on_ranks
 from training.layouts.replicated import Recomputed
 
 
@@ -137,8 +137,8 @@ def test_what_is_forgotten_is_freed(mode: str, each: int) -> None:
     assert held == [each] * 3
 
 
-def _refused(_: int, __: int) -> None:
-    """A layer with state, in stages and in shards."""
+@on_ranks(2)
+def test_a_layer_with_state_is_refused_in_stages_and_in_shards(_: int, __: int) -> None:
     says = r"layer 1 \(BatchNorm1d\) changes its buffer running_mean in forward"
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     with Pipe(cut(model, (2, 1)), 4, recompute="always") as pipe:
@@ -151,8 +151,7 @@ def _refused(_: int, __: int) -> None:
         fsdp.forward(floats()[0])
 
 
-def test_what_would_be_computed_wrongly_is_refused(ranks: Ranks) -> None:
-    ranks.run(_refused)
+def test_what_would_be_computed_wrongly_is_refused() -> None:
     with Pipe(cut(layers(), (3, 3)), recompute="always") as pipe:
         x, _ = floats()
         output = pipe(x)

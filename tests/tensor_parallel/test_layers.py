@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.schedules.schedule import one_f_one_b, zero_bubble
@@ -16,7 +16,6 @@ from pipeline.stage import Stage
 from planning.simulate import Simulator, Work
 from runtime.communicator import Communicator
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests import ranks as processes
 from tests.remote import on_ranks
 
 
@@ -43,9 +42,14 @@ def pair(ranks: Communicator, sequence: bool) -> nn.Sequential:
     )
 
 
-def in_both_ways(rank: int, _: int, sequence: bool) -> tuple[Counter[str], list[list[Tensor]]]:
-    """The products of each kind of action of a stage with two pairs; and the sums of gradients of
-    two micro-batches, by halves and by whole backwards."""
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(2)
+def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
+    rank: int, _: int, sequence: bool
+) -> None:
+    """A stage with four matrices, two micro-batches, by halves and by whole backwards; forwards run
+    in both ways. If an action takes as long as its products, a step of four stages takes as long as
+    57 and 51 forwards."""
     torch.manual_seed(rank)
     ranks = Communicator(torch.distributed.group.WORLD)
     layers = nn.Sequential(pair(ranks, sequence), pair(ranks, sequence))
@@ -65,19 +69,8 @@ def in_both_ways(rank: int, _: int, sequence: bool) -> tuple[Counter[str], list[
                     (stage.backward if action[0] == "B" else stage.backward_input)(i, [dy])
             counts[action[0]] += products.count
         sums.append(list(stage.take_gradients().values()))
-    return counts, sums
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
-    ranks: processes.Ranks, sequence: bool
-) -> None:
-    """Four matrices, for two micro-batches; forwards run in both ways. If an action takes as long
-    as its products, a step of four stages takes as long as 57 and 51 forwards."""
-    for counts, (halves, whole) in ranks.run(in_both_ways, sequence):
-        assert counts == {"F": 16, "I": 8, "W": 8, "B": 16}
-        assert len(halves) == 8
-        assert all(map(torch.equal, halves, whole))
+    assert counts == {"F": 16, "I": 8, "W": 8, "B": 16}
+    assert [len(gradients) for gradients in sums] == [8, 8] and all(map(torch.equal, *sums))
     each = {kind: count / (4 if kind == "F" else 2) for kind, count in counts.items()}
     work = Work(lambda action: each[action.kind.value])
     assert Simulator(one_f_one_b(4, 16)).run(work).span == 57 * each["F"]

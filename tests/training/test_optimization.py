@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import Ranks
+from tests.remote import on_ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.loop import train
@@ -137,37 +137,35 @@ ROWS = [  # of two ranks: losses, and gradients
 ]
 
 
-def _rank(rank: int, world_size: int, on_nan: str) -> list[Any]:
-    """What is said of each step, and the weights at the end."""
-    recipe = recipe_of(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
-    parameters, optimizers = make(recipe, 2, 2, world=World(rank, world_size))
-    found: list[Any] = []
-    for losses, gradients in ROWS:
-        feed(parameters, gradients[rank])
-        try:
-            said = optimizers.step(torch.tensor(losses[rank]), 1)
-        except RunError as error:
-            return [*found, f"RunError {error}"]
-        found.append(said and said.split(": ")[1].split(";")[0])
-    return [*found, parameters[0].tolist()]
-
-
-def test_ranks_leave_out_the_same_steps_or_stop_together(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_ranks_leave_out_the_same_steps(rank: int, world_size: int) -> None:
     """Whatever only one of them can see. Each rank's gradient is a part here, as of shards: the
     norm of 8 ones is sqrt(8), clipped to 1; two steps of 0.5, and half of the first once more."""
-    found = ranks.run(_rank, "skip")
-    assert found[0] == found[1]
-    assert found[0][:-1] == [
+    recipe = recipe_of(0.5, 4, 4, max_grad_norm=1.0, on_nan="skip")
+    parameters, optimizers = make(recipe, 2, 2, world=World(rank, world_size))
+    reasons = []
+    for losses, gradients in ROWS:
+        feed(parameters, gradients[rank])
+        said = optimizers.step(torch.tensor(losses[rank]), 1)
+        reasons.append(said and said.split(": ")[1].split(";")[0])
+    assert reasons == [
         None,
         "the loss of rank 1 is nan",
         "the norm of the gradient is inf, though the loss is finite",
         "the loss of rank 0 is nan",
         None,
     ]
-    assert found[0][-1] == pytest.approx([1 - 2.5 * 0.5 / math.sqrt(8)] * 2, rel=1e-5)
-    found = ranks.run(_rank, "stop")
-    assert found[0] == found[1]
-    assert found[0][1].startswith("RunError epoch 1, step 2 of 4: the loss of rank 1 is nan; try ")
+    weights = parameters[0].tolist()
+    assert weights == pytest.approx([1 - 2.5 * 0.5 / math.sqrt(8)] * 2, rel=1e-5)
+
+
+@on_ranks(2)
+def test_ranks_stop_together(rank: int, world_size: int) -> None:
+    recipe = recipe_of(0.5, 4, 4, on_nan="stop")
+    parameters, optimizers = make(recipe, 2, world=World(rank, world_size))
+    feed(parameters, 1.0)
+    with pytest.raises(RunError, match=r"^epoch 1, step 1 of 4: the loss of rank 1 is nan"):
+        optimizers.step(torch.tensor(NAN if rank else 1.0), 1)
 
 
 def test_the_next_batch_is_made_after_backward_and_before_the_gradients_are_averaged() -> None:

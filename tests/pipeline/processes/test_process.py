@@ -160,7 +160,23 @@ def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
     check(merged([_on_ranks(0, 1, False)]), 1)  # no process group, nothing is sent
 
 
-def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
+RECORDED = {  # on the first stage and on the second
+    "1f1b": [
+        "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2 receive-1",
+        "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1",
+    ],
+    "zb": [
+        "F0 send0 F1 send1 receive0 I0 W0 F2 send2 receive1 I1 W1 receive2 I2 W2 receive-1",
+        "receive0 F0 I0 send0 receive1 F1 I1 send1 W0 receive2 F2 I2 send2 W1 W2 send-1",
+    ],
+}
+
+
+@pytest.mark.parametrize("schedule", RECORDED)
+@on_ranks(2)
+def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_weights_are_done(
+    rank: int, _: int, schedule: str
+) -> None:
     x, y = batch(8)
     events: list[Any] = []
     with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
@@ -171,18 +187,7 @@ def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
     assert {event[1] for event in events} == {rank}
     times = [t for event in events for t in event[3:]]
     assert times == sorted(times)
-    return " ".join(f"{kind}{i}" for kind, _, i, _, _ in events)
-
-
-def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_weights_are_done(
-    ranks: Ranks,
-) -> None:
-    first = "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2 receive-1"
-    whole = "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1"
-    assert ranks.run(_recorded, "1f1b") == [first, whole]
-    first = "F0 send0 F1 send1 receive0 I0 W0 F2 send2 receive1 I1 W1 receive2 I2 W2 receive-1"
-    halves = "receive0 F0 I0 send0 receive1 F1 I1 send1 W0 receive2 F2 I2 send2 W1 W2 send-1"
-    assert ranks.run(_recorded, sched.zero_bubble) == [first, halves]
+    assert " ".join(f"{kind}{i}" for kind, _, i, *_ in events) == RECORDED[schedule][rank]
 
 
 @on_ranks(2)

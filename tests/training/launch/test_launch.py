@@ -74,6 +74,12 @@ def failed(rank: int, at: float) -> tuple[float, RankError]:
     return at, RankError.of(rank, f"failed at {at}\n")
 
 
+def die(pipe: Any) -> None:
+    """As a rank that is killed while it reports."""
+    os.write(pipe.fileno(), struct.pack("!i", 100) + b"half of a report")
+    pipe.close()
+
+
 DONE = (2.0, None)
 
 
@@ -106,8 +112,7 @@ def test_the_first_failure_is_told_above_what_all_did_last(
         if report is not None:
             pipe.send(report)
         elif code is not None:
-            os.write(pipe.fileno(), struct.pack("!i", 100) + b"half of a report")
-            threading.Timer(0.05, pipe.close).start()  # the others have said something before
+            threading.Timer(0.05, die, [pipe]).start()  # the others have said something before
     lines = str(watch(processes, ours, 0.2, [])).splitlines()
     assert lines[0] == f"rank {who} failed; the run has been ended."
     assert lines[1].startswith(said) and lines[2].startswith("rank  last action  ")
