@@ -3,7 +3,7 @@ and with the same losses, up to the order of sums, with another one and in anoth
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,17 +305,23 @@ def test_ruined_weights_end_a_run_and_leave_the_last_good_ones(
 ) -> None:
     """A step is finite, and what it has made of the weights is saved; what comes after it is not:
     the next step or, after the last one, the evaluation. What is being written is written."""
-    complete = Saver._complete
+    asked, complete, wait = threading.Event(), Saver._complete, Saver.wait
 
-    def slowly(*args: Any) -> None:
-        time.sleep(0.5)
+    def when_asked(*args: Any) -> None:
+        assert asked.wait(30)
         complete(*args)
+
+    def ask(self: Saver) -> None:
+        asked.set()
+        wait(self)
+        asked.clear()
 
     def ruin(_: int, patches: pytest.MonkeyPatch) -> None:
         patches.setattr(
             Recipe, "learning_rate_at", lambda _, step: 1e30 if step == ruinous else 1e-2
         )
-        patches.setattr(Saver, "_complete", slowly if how else complete)
+        patches.setattr(Saver, "_complete", when_asked if how else complete)
+        patches.setattr(Saver, "wait", ask)
 
     line = f"run_pipeline {FLOW} {TINY} --n_epochs 1 --save_every 1 --keep 1 {how}"
     _, error = run(line, None, ruin)
