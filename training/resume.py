@@ -25,7 +25,7 @@ from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import Architecture, Data, O, Options, option_names, spelt
+from training.options import PROGRAMS, Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
@@ -81,9 +81,9 @@ NO_RESUME = Resume(None)
 
 
 def as_it_was(args: O, *strategies: str) -> O:
-    """With --resume, the options of the run whose newest intact checkpoint is in the workdir, but
-    those that were typed. The layout is taken if that run had one of `strategies`, none of the
-    layout was typed, and torchrun does not decide how many ranks there are."""
+    """With --resume, the program's options of the run whose newest intact checkpoint is in the
+    workdir, but those that were typed. The layout is taken if that run had one of `strategies`,
+    none of the layout was typed, and torchrun does not decide how many ranks there are."""
     checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
     saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
     left = OF_ONE_START | args.typed
@@ -92,7 +92,8 @@ def as_it_was(args: O, *strategies: str) -> O:
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
     if other or OF_LAYOUT & args.typed:
         left |= OF_LAYOUT
-    taken = {name: saved[name] for name in vars(args).keys() & saved.keys() - left}
+    names = saved.keys() & {*option_names(*PROGRAMS[args.PROGRAM])} - left
+    taken = {name: saved[name] for name in names}
     for name in taken.keys() & {"n_train", "n_validation", "n_test"}:
         taken[name] = taken[name] or "all"  # as it is typed
     return replace(args, **taken)
@@ -125,9 +126,11 @@ def find_resume(args: Options) -> Resume:
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
         then = " ".join(spelt(key, was[key]) for key in differ)
+        here = {*differ} <= {*option_names(*PROGRAMS[args.PROGRAM])}
+        instead = f"use {then}" if here else "use the program that saved it"
         raise UserError(
             f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
-            f"with {then}; use {then}, or another --workdir to start a new run"
+            f"with {then}; {instead}, or another --workdir to start a new run"
         )
     done, per_epoch = state["steps"], state["steps_per_epoch"]
     option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)

@@ -224,8 +224,9 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
         return args
 
     assert resumed("").num_batches == 7
-    # What the program has no option for, too.
-    assert parse("run_data_parallel --resume --workdir work").optimizer == "sgd"
+    # What cannot be typed here is not taken.
+    with pytest.raises(UserError, match="saved with --optimizer sgd; use the program that saved "):
+        find_resume(parse("run_data_parallel --resume --workdir work"))
     assert resumed("--n_epochs 2").num_batches is None
     for short, least in (("n_epochs 1", 2), ("num_batches 5", 6)):
         with pytest.raises(UserError, match=rf"has done 6 steps; --\w+ {least} or more works"):
