@@ -142,12 +142,8 @@ def of_heads(args: Options) -> Rule:
     divisors = [n for n in range(2, heads + 1) if heads % n == 0]
     numbers = f"--{option} {' or '.join(map(str, divisors))}, or " if divisors else ""
     rule = f"its {heads} heads{' of a rank' if args.tp > 1 else ''} are dealt out evenly"
-    return (
-        f"attention {option} model",
-        heads % args.cp == 0,
-        rule,
-        f"{numbers}--attention ring works",
-    )
+    works_too = f"{numbers}--attention ring works"
+    return f"attention {option} model", heads % args.cp == 0, rule, works_too
 
 
 def of_pictures(args: Options, number: int) -> Rule:

@@ -101,7 +101,8 @@ def test_what_is_drawn(trained: Trained) -> None:
     ("content", "lines"),
     [
         ("", []), ("\n", [""]), ("a", ["a"]), ("a\nb\n", ["a", "b"]),
-        ("a\r\n\r\nb", ["a", "", "b"]), ("a\rb\n", ["a\rb"]), (" a \r\n", [" a "]), ("\ufeffa\nb", ["a", "b"]),
+        ("a\r\n\r\nb", ["a", "", "b"]), ("a\rb\n", ["a\rb"]), (" a \r\n", [" a "]),
+        ("\ufeffa\nb", ["a", "b"]),
         ("a\x0cb\x0bc\x1cd\n", ["a\x0cb\x0bc\x1cd"]),
         ("a\u2028b\u2029c\x85d", ["a\u2028b\u2029c\x85d"]),
     ],
