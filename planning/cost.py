@@ -94,7 +94,7 @@ class PricedStep:
         machine = machine.with_nodes(layout.gpus // layout.nodes(machine.gpus_per_node))
         self.model, self.layout, self.machine = model, layout, machine
         self.blocks = blocks_of_stages(model, layout, machine)
-        self.embedding, self.block, self.head = costs(model, layout, machine)
+        self.block, self.head = costs(model, layout, machine)
         self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
         tp, pp, n, ep = layout.tp, layout.pp, layout.stages, layout.ep
         self.replicas = group(machine, layout.copies, layout.stride)
@@ -147,8 +147,8 @@ class PricedStep:
         layout, model = self.layout, self.model
         skew = self.machine.skew if layout.tp > 1 else 0.0
         forward, backward, late = (
-            Pass().plus(embedding, first).plus(block, blocks).plus(head, last).with_waits(skew)
-            for embedding, block, head in zip(self.embedding, self.block, self.head, strict=True)
+            Pass().plus(block, blocks).plus(head, last).with_waits(skew)
+            for block, head in zip(self.block, self.head, strict=True)
         )
         tables = first + (last and not self.one_table)
         number = blocks * self.block_size + tables * model.table / layout.tp

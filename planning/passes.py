@@ -108,9 +108,8 @@ class Passes(NamedTuple):
     weights: Pass  # the part of backward that computes gradients of weights
 
 
-def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes, Passes]:
-    """What a micro-batch costs on one of the tp ranks of a stage: in the embedding, in a block, and
-    in the head."""
+def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passes]:
+    """What a micro-batch costs on one of the tp ranks of a stage: in a block, and in the head."""
     tp, size, s = layout.tp, BYTES[layout.precision], model.seq
     b, h, f, cp = layout.micro_batch, model.hidden, model.ffn, layout.cp
     t = b * s // cp
@@ -173,15 +172,12 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
         back = back.plus(Pass(products / 2, 0, passed, host=launches * host / 2))
     v = -(-model.vocab // tp)
     logits, last = t * v / memory, product(t, v, h)  # logits: seconds per byte of each
-    # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
-    embedding = Passes(Pass(tensor=exchanged / 2, host=collective / 2), Pass(), Pass())
     head = Passes(
         Pass(last, 0, 28 * logits, host=LAUNCHES * host),
-        Pass(2 * last, 0, 12 * logits + model.table * added, exchanged / 2,
-             host=2 * LAUNCHES * host + collective / 2),
+        Pass(2 * last, 0, 12 * logits + model.table * added, host=2 * LAUNCHES * host),
         Pass(last, host=LAUNCHES * host / 2),
-    )  # fmt: skip
-    return embedding, Passes(there, back, Pass(products, host=LAUNCHES * host)), head
+    )
+    return Passes(there, back, Pass(products, host=LAUNCHES * host)), head
 
 
 def _context(

@@ -75,7 +75,13 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             if kind not in (*kinds, ("interleaved", None)):
                 kinds.append(kind)
         zeros = (
-            (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
+            (0,)
+            if dp * cp == 1
+            else (0, 1)
+            if pp > 1
+            else (0, 1, 3)
+            if tp * cp > 1
+            else (0, 1, 2, 3)
         )
         # train.py cuts experts over replicas only.
         eps = divisors(math.gcd(dp, model.experts)) if tp == 1 else [1] * (model.experts == 1)

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from pipeline.schedules.schedule import (
@@ -231,18 +231,6 @@ class Simulation:
         mean = {kind: sum(all_) / len(all_) for kind, all_ in sums.items()}
         again = sum(map(self.work.recompute, range(stages))) / stages
         return self.simulator.run(Work(lambda a: mean[a.kind], recompute=lambda _: again))
-
-    def critical_path(self) -> list[Timed]:
-        """What the step consists of, back to front: each action starts when the one before it in
-        this list has ended, or its message has arrived. Only these are worth speeding up."""
-        timed = {t.action: t for row in self.rows for t in row}
-        before = {t.action: earlier for row in self.rows for earlier, t in pairwise(row)}
-        at: Timed | None = max((row[-1] for row in self.rows), key=lambda t: t.end)
-        path = []
-        while at is not None:
-            path.append(at)
-            at = timed[at.waits_for] if at.waits_for else before.get(at.action)
-        return path[::-1]
 
 
 def _split(idle: float, uneven: float, even: float) -> dict[str, float]:

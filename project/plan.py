@@ -45,7 +45,7 @@ from planning.describe import (
     machines,
     model_of,
 )
-from planning.simulate import Simulation, Simulator, Timed, Work, with_times
+from planning.simulate import Simulation, Simulator, Work, with_times
 from project.command_line import Parser, helps_of, values_of
 from training.launch.errors import refuse
 from training.options import count
@@ -84,9 +84,9 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its options; ends the program on a mistake."""
     parser = Parser(prog="plan.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("predict", "Predict the seconds and the memory of a step."),
-        ("search", "Find the fastest layout that fits. The options that you give stay fixed."),
+    for name, run, text in (
+        ("predict", run_predict, "Predict the seconds and the memory of a step."),
+        ("search", run_search, "Find the layout to take. The options that you give stay fixed."),
     ):
         made = commands.add_parser(name, description=text, help=text)
         option = made.add_argument_group("model").add_argument
@@ -102,11 +102,12 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
                "or this, which measures this computer in under a minute (%(default)s)")  # fmt: skip
         option("--network", help=f"GB/s of a node, or {', '.join(NETWORKS)}")
         option("--link", help=f"GB/s of a GPU in its node, or {', '.join(LINKS)}")
-        made.set_defaults(precision="bf16")
+        made.set_defaults(precision="bf16", run=run)
         if name == "search":
             made.add_argument("--top", type=count, default=5, help="layouts to show (%(default)s)")
     text = "Time a schedule. Times are in any unit: one number, or one per rank, e.g. 10,10,12."
     made = commands.add_parser("simulate", description=text, help=text)
+    made.set_defaults(run=run_simulate)
     option = made.add_argument
     option("--num_devices", "--stages", type=count, required=True, metavar="K",
            help="ranks; each has one stage, two where they stand in a V")  # fmt: skip
@@ -118,7 +119,6 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--transfer", type=float, default=0.0, help="a message between neighbours; default: 0")
     option("--no_overlap", **values_of(bool), help="messages hold up their sender")
     option("--exchange_after", **values_of(bool), help="the exchange waits for the last backward")
-    option("--timeline", **values_of(bool), help="with --json: every action, too")
     for made in commands.choices.values():
         made.add_argument(
             "--json", action="store_true", help="print JSON (its format: docs/planning_details.md)"
@@ -133,6 +133,12 @@ def machine_named(name: str, network: str | None = None, link: str | None = None
     from benchmarks.calibrate import calibrate  # torch takes seconds to import
 
     return machine(name, network, link, calibrate())
+
+
+def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
+    """Those of the options."""
+    model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
+    return model, machine_named(args.machine, args.network, args.link)
 
 
 def as_json(step: PricedStep) -> dict[str, Any]:
@@ -173,16 +179,15 @@ def say_prediction(step: PricedStep) -> None:
 
 def run_predict(args: argparse.Namespace) -> None:
     """Predicts a step."""
-    model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
+    model, where = model_and_machine(args)
     layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
-    step = PricedStep(model, layout, machine_named(args.machine, args.network, args.link))
+    step = PricedStep(model, layout, where)
     print(json.dumps(as_json(step), indent=1)) if args.json else say_prediction(step)
 
 
 def run_search(args: argparse.Namespace) -> None:
     """Searches the layout to take, and others to compare it with."""
-    model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
-    where = machine_named(args.machine, args.network, args.link)
+    model, where = model_and_machine(args)
     fixed = {name: getattr(args, name) for name in search.NAMES}
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
@@ -230,8 +235,6 @@ def run_simulate(args: argparse.Namespace) -> None:
     passes = [times[name] for name in ("forward", "backward_input", "backward_weight")]
     if not 0 <= args.transfer < math.inf:
         raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
-    if args.timeline and not args.json:
-        raise ValueError("--timeline: it adds every action to what --json prints; --json works")
     if not sum(map(sum, passes)):
         raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
     step = simulator.run(Work(
@@ -240,24 +243,15 @@ def run_simulate(args: argparse.Namespace) -> None:
         per_rank(args.update, "update", n).__getitem__,
     ))  # fmt: skip
     peaks = peak_alive(simulator.schedule, times["activations"].__getitem__)
-    if not args.json:
-        print(f"{args.schedule}, {n} ranks, {m} micro-batches\n")
-        say_simulation(step, peaks)
+    if args.json:
+        print(json.dumps({
+            "seconds": step.seconds, "span": step.span, "bubble": step.bubble,
+            "bubble_over_work": step.bubble_over_work, "busy": step.busy, "idle": step.idle,
+            "peak_activations": peaks,
+        }))  # fmt: skip
         return
-    result: dict[str, Any] = {
-        "seconds": step.seconds, "span": step.span, "bubble": step.bubble,
-        "bubble_over_work": step.bubble_over_work, "busy": step.busy, "idle": step.idle,
-        "peak_activations": peaks,
-        "critical_path": [_event(timed) for timed in step.critical_path()],
-        "gaps": [
-            {"rank": gap.rank, "start": gap.start, "end": gap.end, "causes": gap.causes,
-             "before": _named(gap.before), "waits_for": _named(gap.waits_for)}
-            for gap in step.gaps
-        ],
-    }  # fmt: skip
-    if args.timeline:
-        result["timeline"] = [[_event(timed) for timed in row] for row in step.rows]
-    print(json.dumps(result))
+    print(f"{args.schedule}, {n} ranks, {m} micro-batches\n")
+    say_simulation(step, peaks)
 
 
 def say_simulation(step: Simulation, peaks: Sequence[float]) -> None:
@@ -282,18 +276,11 @@ def _named(action: Action | None) -> str | None:
     return f"{action} of stage {action.stage}" if action else None
 
 
-def _event(timed: Timed) -> list[Any]:
-    return [timed.action.kind.value, *timed.action[1:], timed.start, timed.end]
-
-
-COMMANDS = {"predict": run_predict, "search": run_search, "simulate": run_simulate}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The program."""
     args = parse_plan(argv)
     try:
-        COMMANDS[args.command](args)
+        args.run(args)
     except (ValueError, OSError) as error:
         refuse(f"plan.py: error: {error}\n")
 

@@ -341,13 +341,6 @@ def test_torch_computes_every_other_product_again() -> None:
     assert step.whole == 2 * 8192 * 2 * 7.75 * 4096
 
 
-def test_the_embedding_and_the_head_are_summed_over_the_parts_too() -> None:
-    """An all-reduce on the first stage and one on the last, besides four per block."""
-    step = PricedStep(MODEL, Layout(8, pp=2, tp=4, batch_size=8), A100)
-    ends = step.stages[0].passes.forward.tensor, step.stages[1].passes.backward.tensor
-    assert ends == pytest.approx(2 * [12.5 * step.block.forward.tensor])
-
-
 def test_what_waits_for_the_weights_is_the_gradient_of_the_logits() -> None:
     """1F1B's last stage holds one micro-batch; ZB-H1's up to four, of 2 bytes a logit, not 6."""
     layouts = (Layout(4, pp=4, batch_size=64, schedule=name) for name in ("1f1b", "zb"))

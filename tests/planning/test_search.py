@@ -149,16 +149,18 @@ def test_nodes_share_the_ranks_equally() -> None:
 
 
 def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kind: single, ddp, fsdp, 3d with stages, chunks, parts of matrices, ZeRO."""
+    """One of each kind: single, ddp, fsdp, 3d with stages, chunks, parts of matrices and positions,
+    ZeRO, experts."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     model, kinds = replace(MODEL, layers=16, vocab=512, seq=128), dict[str, list[str]]()
-    for gpus in (1, 8):
-        for layout in layouts(model, gpus, 64, micro_batch=2):
-            words = command(model, layout, A100, None).split()
+    experts = replace(model, experts=4, top_k=2)
+    for gpus, sizes, cp in ((1, model, 1), (8, model, 1), (8, model, 2), (8, experts, 1)):
+        for layout in layouts(sizes, gpus, 64, micro_batch=2, cp=cp):
+            words = command(sizes, layout, A100, None).split()
             kind = (words[2], layout.schedule, layout.zero, layout.tp > 1, layout.recompute)
-            kinds[str(kind)] = words[2:]
+            kinds[str((*kind, layout.cp > 1, layout.attention, layout.ep > 1))] = words[2:]
     assert {words[0] for words in kinds.values()} == {"single", "ddp", "fsdp", "3d"}
     for words in kinds.values():
         found: Any = parse_train(None, words)
         assert (found.batch_size, found.n_layer) == (64, 16)
-        assert found.dp * found.pp * found.tp == found.world_size
+        assert found.dp * found.cp * found.pp * found.tp == found.world_size
