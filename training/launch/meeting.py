@@ -92,9 +92,9 @@ def stay_on_interface_to(host: str) -> None:
     with socket.socket(family, kind) as probe:
         with suppress(OSError):  # no route: torch chooses
             probe.connect(address)  # sends nothing: only looks up the route
-        here = probe.getsockname()[0]
+        own_address = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if here in [address.address for address in addresses]:
+        if own_address in [address.address for address in addresses]:
             # NCCL takes a bare name for a prefix: eth1 would match eth10, too.
             exact = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
             for variable, value in exact.items():

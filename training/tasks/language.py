@@ -95,8 +95,8 @@ class LanguageTask(SequenceTask):
                 first = f"the first {most:,} of {whole:,} sequences"
                 notes.append(f"{split}: {first}; --n_{split} all takes all.")
             elif most is not None and whole < most:
-                every = f"all {whole:,} sequences"
-                notes.append(f"{split}: {every}; --n_{split} {most:,} asks for more.")
+                there = f"all {whole:,} sequences"
+                notes.append(f"{split}: {there}; --n_{split} {most:,} asks for more.")
         return dict(streams)
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002

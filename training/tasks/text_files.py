@@ -140,8 +140,8 @@ def pieces(text: str) -> Iterator[str]:
     one document."""
     first = 0
     while first < len(text):
-        found = BREAK.search(text, first + PIECE)
-        end = found.start() if found else len(text)
+        after = BREAK.search(text, first + PIECE)
+        end = after.start() if after else len(text)
         yield text[first:end]
         first = end
 
@@ -243,8 +243,8 @@ def _data_in(folder: Path) -> Iterator[Path]:
 
 def split_of(*names: str) -> str:
     """The split that the last of these names says, or train."""
-    said = [found[1].lower() for name in names if (found := SPLIT_NAME.match(name))]
-    return SPLIT_OF.get(said[-1], said[-1]) if said else "train"
+    splits = [match[1].lower() for name in names if (match := SPLIT_NAME.match(name))]
+    return SPLIT_OF.get(splits[-1], splits[-1]) if splits else "train"
 
 
 def _which_files(groups: Mapping[str, Sequence[PathGroup]]) -> str:

@@ -125,14 +125,14 @@ def _examine(source: Source, keys: Sequence[str], sizes: Sizes) -> dict[str, Any
     if keys:
         ranges = _cut(ranges, sizes, notes)
     lists, hashes = dict[str, list[Pair]](), dict[str, str]()
-    rest = {of: _examples(source, of, keys) for of in source.rows}
+    readers = {origin: _examples(source, origin, keys) for origin in source.rows}
     done = Counter[str]()
-    for split, (of, first, size) in ranges.items():  # a source's examples are read once, in order
-        some: Iterable[Any] = islice(rest[of], first - done[of], first - done[of] + size)
-        done[of] = first + size
+    for split, (origin, first, size) in ranges.items():  # each reader goes on where it was
+        skip, done[origin] = first - done[origin], first + size
+        part: Iterable[Any] = islice(readers[origin], skip, skip + size)
         if split == "test":
-            some = lists[split] = list(some)
-        hashes[split] = hash_of(moving(some, f"Reading {split} again", size, unit))
+            part = lists[split] = list(part)
+        hashes[split] = hash_of(moving(part, f"Reading {split} again", size, unit))
     return {"ranges": ranges, "hashes": hashes, "lists": lists, "notes": notes}
 
 
@@ -148,11 +148,11 @@ def _cut(ranges: Ranges, sizes: Sizes, notes: list[str]) -> Ranges:
             held_out = counted(count, "pair")
             notes.append(f"no {split} split: {held_out} held out from the end of train.")
     for split, most in sizes.items():
-        of, first, size = ranges[split]
+        origin, first, size = ranges[split]
         if most is not None and size < most:
             there = counted(size, "pair")
             notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
-        ranges[split] = (of, first, min(size, size if most is None else most))
+        ranges[split] = (origin, first, min(size, size if most is None else most))
     return {split: ranges[split] for split in SPLITS}
 
 

@@ -215,9 +215,7 @@ class Tokens(Sequence[Encoded]):
         return (len(_mapped(self.bounds, np.int64)) - 1) // 2
 
     def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        return self.__getitems__([number])[0]
+        return self.__getitems__([range(len(self))[number]])[0]  # raises IndexError
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
         """The examples of a batch. What is mapped for them leaves memory with the mapping."""

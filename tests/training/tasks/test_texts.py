@@ -194,9 +194,10 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_quote_is_a_letter_in_tsv(tmp_path: Path) -> None:
+    """But not around a column's name."""
     rows = [('"A', "x"), ("B", '"y"'), ('"C"', 'z"'), *numbered(0, 3)]
     path = tmp_path / "pairs.tsv"
-    path.write_bytes(table("{x}\t{y}\n", "de\ten\n")(rows))
+    path.write_bytes(table("{x}\t{y}\n", 'de\t"en"\n')(rows))
     assert rows_of(path) == pairs(rows)
     path.write_text('text\n"one, two\n')
     assert rows_of(path) == [{"text": '"one, two'}]

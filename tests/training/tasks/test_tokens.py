@@ -140,7 +140,8 @@ def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
     assert rows(pairs.__getitems__([2, 0])) == [rows(pairs)[2], rows(pairs)[0]]
     assert [list(of) for of in pairs.sizes([2, 0, 1])] == [[4, 3, 2], [3, 1, 1]]
     assert (len(pairs), pairs.num_cut()) == (3, 0)
-    for number in (-1, 3):
+    assert [*pairs[-1].ids] == [9, 10, 11, 12]
+    for number in (-4, 3):
         with pytest.raises(IndexError):
             pairs[number]
     short = Tokens(path, np.uint16, 1)
