@@ -252,9 +252,7 @@ class Machine:
     network_us: float
     slices_us: float  # to copy one replica's part of a block that ZeRO-1 has gathered
     collective_us: float
-    staged_us: (
-        float  # the same, more for each rank of tensor parallelism, of stages on several nodes
-    )
+    staged_us: float  # more of it for each of the ranks, if stages lie on several nodes
     skew: float  # of its work, by which the last rank of tensor parallelism is later than the mean
     step_ms: float
     # What runs beside computation; each word also means those before it. zero: collectives of

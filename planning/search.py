@@ -161,6 +161,10 @@ def doubts(step: PricedStep) -> str:
         f"said. Layouts that differ\nby less than {math.sqrt(2) * where.error:.1%} are equal: the "
         "first has the fewest kinds of parallelism of them, then the least memory."
     )
+    if step.layout.cp > 1 or step.layout.ep > 1:
+        said += (
+            "\nNone cut its sequences or shared experts: what this costs is counted, not measured."
+        )
     if not where.measured_nodes:
         return f"{said}\nBut none was on this machine: nobody knows how wrong it is here."
     if most := beyond(step):
