@@ -15,8 +15,8 @@ import argparse
 import importlib
 
 NAMES = (
-    "data_parallel", "pipeline", "tensor", "experts", "programs", "generation", "recompute", "plan",
-    "data",
+    "data_parallel", "pipeline", "tensor", "context", "experts", "programs", "generation",
+    "recompute", "plan", "data",
 )  # fmt: skip
 
 

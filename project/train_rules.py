@@ -67,6 +67,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     yield from rules.typed(args, [
         ("check_weights check_output", args.device != "mps",
          "it compares with a run in float64, which --device mps lacks", "--device cpu works"),
+        ("attention", args.cp > 1,
+         "only a run whose sequences are cut has it", f"--{option_of(args, 'cp')} 2 works"),
     ])  # fmt: skip
     check_trackers(args)
     one_at_a_time = args.pp == 1 or strategy == "model"
@@ -141,7 +143,8 @@ def of_heads(args: Options) -> Rule:
     option, heads = option_of(args, "cp"), size_of_model(args, "n_head") // args.tp
     divisors = [n for n in range(2, heads + 1) if heads % n == 0]
     numbers = f"--{option} {' or '.join(map(str, divisors))}, or " if divisors else ""
-    rule = f"its {heads} heads{' of a rank' if args.tp > 1 else ''} are dealt out evenly"
+    on_each = " on each rank" if args.tp > 1 else ""
+    rule = f"{counted(heads, 'head')}{on_each} must be dealt out evenly"
     works_too = f"{numbers}--attention ring works"
     return f"attention {option} model", heads % args.cp == 0, rule, works_too
 

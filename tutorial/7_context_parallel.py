@@ -18,8 +18,8 @@ In backward the gradients of keys and values travel the ring the other way round
 
 Left out: skipping the quarters that no query sees; sending while computing; rows of any length.
 
-It grows into runtime/mesh.py (an axis for the positions) and tensor_parallel/collectives.py
-(exchanges that have a backward).
+It grows into context_parallel/ring.py (rows of any length, on any number of ranks),
+context_parallel/heads.py (the other way) and training/layouts/context.py (labels and positions).
 """
 
 import importlib

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
+from context_parallel.heads import Heads
+from context_parallel.positions import zigzag
+from context_parallel.ring import Ring
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
@@ -185,6 +188,17 @@ def expert_layer(_rank: int, _world_size: int, positions: int, width: int) -> in
         ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
         share_experts(layer, ranks)
         return sent_by(lambda: layer(x)[0].sum().backward())
+
+
+def attention_over_ranks(rank: int, world_size: int, way: str, shape: tuple[int, ...]) -> int:
+    """Bytes that a rank sends, forward and backward. `shape`: [B, heads, T, E], of all ranks."""
+    own = zigzag(rank, world_size, shape[2])
+    q, k, v = (torch.randn(shape)[:, :, own].requires_grad_() for _ in range(3))
+    with sharing(False):
+        ranks = Communicator(dist.group.WORLD)
+        ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
+        attend = Ring(ranks) if way == "ring" else Heads(ranks)
+        return sent_by(lambda: attend(q, k, v, None, 0.0, None, 0).sum().backward())
 
 
 def boundary_traffic(step: Callable[[], Any]) -> int:

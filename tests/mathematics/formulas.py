@@ -201,6 +201,21 @@ def expert_traffic(positions: int, width: int, top_k: int, workers: int, element
     return 4 * reduce_scatter_bytes(positions * top_k * width * element, workers)
 
 
+def ring_traffic(sequences: int, positions: int, width: int, ranks: int, element: int = 2) -> float:
+    """Bytes that a rank sends in a layer of ring attention: its keys and values, 2 B T H / c
+    elements, to each of the c - 1 others, forward and backward, and as many gradients back."""
+    return 3 * (ranks - 1) * 2 * boundary_bytes(sequences, positions, width, element) / ranks
+
+
+def heads_traffic(
+    sequences: int, positions: int, width: int, ranks: int, element: int = 2
+) -> float:
+    """Bytes that a rank sends in a layer whose attention is exchanged by heads: of its queries,
+    keys, values and results, each B T H / c elements, all but a c-th, forward and backward."""
+    own = boundary_bytes(sequences, positions, width, element) / ranks
+    return 2 * reduce_scatter_bytes(4 * own, ranks)
+
+
 # --- idle time ------------------------------------------------------------------------------------
 
 

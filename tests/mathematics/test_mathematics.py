@@ -4,6 +4,7 @@ and hold is what the formulas say. Those of schedules: tests/pipeline/schedules/
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_rows_travel_to_experts_as_the_formula_says(ranks: Ranks) -> None:
     sent = cost.expert_traffic(512, WIDTH, 2, 2, element=4)
     for found in ranks.run(counted.expert_layer, 512, WIDTH):
         assert sent <= found < 1.01 * sent + 2e4
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_attention_over_ranks_sends_what_the_formula_says(
+    world_of: Callable[[int], Ranks], c: int
+) -> None:
+    """Some kilobytes more are headers."""
+    formulas = {"ring": cost.ring_traffic, "heads": cost.heads_traffic}
+    for way, formula in formulas.items():
+        sent = formula(2, 512, WIDTH, c, element=4)
+        for found in world_of(c).run(counted.attention_over_ranks, way, (2, 4, 512, WIDTH // 4)):
+            assert sent <= found < 1.01 * sent + 2e4
 
 
 def test_the_boundary_carries_what_the_formula_says() -> None:

@@ -49,6 +49,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 WAITING = {
     "ddp": ["0 all-reduce 0", "1 forward 0"],  # a bucket
     "pipeline": ["0 receive 0 0 1", "1 forward 1 0"],
+    "context": ["0 all-to-all", "1 forward 0 0"],  # in the ring
 }
 
 
