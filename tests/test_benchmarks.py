@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import calibrate, data_parallel, generation, planner, recompute
 from planning.cost import blocks_of_stages
-from planning.describe import Layout, machine
+from planning.describe import Layout, Machine, machine
 from planning.passes import group
 from tests.plain_gpt2 import build_model
 from tests.ranks import Ranks
@@ -99,6 +99,39 @@ def test_the_errors_on_runs_that_nothing_was_fitted_to_are_those_of_the_document
         assert found["rows"] == int(number)
         assert 100 * found["time_error"] == pytest.approx(float(mean), abs=0.5)
         assert 100 * found["time_worst"] == pytest.approx(float(worst), abs=0.5)
+
+
+def test_what_is_left_out_of_a_fit_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every model and every number of nodes in turn, of both tables; a fit never sees its rows."""
+    head = "layers,hidden,heads,seq,gpus,gpus_per_node,global_batch,seconds_per_step\n"
+    rows = {
+        "one": ("2,64,4,128,8,8,64,1.0", "2,32,4,128,8,8,64,1.1"),
+        "more": ("2,32,4,128,16,8,64,1.2", "2,32,4,128,16,8,64,"),
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.csv").write_text(head + "\n".join(lines))
+    monkeypatch.setattr(planner, "TABLES", {"h100": (("one", "more"), ())})
+    seen = []
+
+    def fitted(begin: Machine, tables: list[list[planner.Row]]) -> Machine:
+        seen.append([(row["hidden"], row["gpus"]) for table in tables for row in table])
+        return begin
+
+    monkeypatch.setattr(planner, "fitted", fitted)
+    planner.calibrations(tmp_path, "h100")
+    said = capsys.readouterr().out.split("\n\n")
+    runs = [("64", "8"), ("32", "8"), ("32", "16")]  # the last has no seconds
+    assert dict(zip([part.strip().split("\n")[0] for part in said], seen, strict=True)) | {
+        "h100, random fifth left out": None
+    } == {
+        "h100, nothing left out": runs, "h100, random fifth left out": None,
+        "h100, hidden 32 left out": runs[:1], "h100, hidden 64 left out": runs[1:],
+        "h100, nodes 1 left out": runs[2:], "h100, nodes 2 left out": runs[:2],
+    }  # fmt: skip
+    assert [part.count("  rows ") for part in said][2:] == [1, 1, 1, 1]
+    assert "rows 2," in said[2]
 
 
 def test_what_a_table_does_not_say_is_assumed(tmp_path: Path) -> None:
