@@ -131,13 +131,13 @@ gpu: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.gpu
 
 chaos: $(VENV)/.installed-dev
-	$(RUN) -m tests.chaos
+	$(RUN) -m pytest -v tests/chaos/strikes.py
 
 faults: $(VENV)/.installed-dev
 	$(RUN) -m tests.faults
 
 fuzz: $(VENV)/.installed-dev
-	$(RUN) -m tests.fuzz
+	FUZZ=1500 $(RUN) -m pytest -q -x tests/fuzz
 
 mutants: $(VENV)/.installed-dev
 	$(RUN) -m tests.mutants

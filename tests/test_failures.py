@@ -1,6 +1,6 @@
 """What happens to runs, done to real ones: none hangs, each says why once, and none leaves a trace.
 
-The short form of `python -m tests.chaos`: on programs that import little, several things per run.
+The short form of `make chaos`: on programs that import little, several things per run.
 """
 
 from __future__ import annotations

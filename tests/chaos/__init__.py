@@ -1,1 +1,1 @@
-"""Does to real runs what happens to them: see `python -m tests.chaos --help`."""
+"""Does to real runs what happens to them: see strikes.py, which `make chaos` runs."""

@@ -1,28 +1,24 @@
-"""Saves in every layout and goes on in every other, on one host and on two: a table.
+"""Saves in every layout and goes on in every other, on one host and on two.
 
-    python -m tests.faults.matrix                  five minutes on two cores
-    python -m tests.faults.matrix --hosts 2
+    python -m pytest tests/faults/matrix.py                   five minutes on two cores
+    python -m pytest tests/faults/matrix.py -k "two hosts"
 
-A cell is a run of two epochs of four steps, with dropout, in float64. It ends after the second step
-in the layout of its row, and is resumed in that of its column. "same": all losses are those of one
-process within 1e-9. Two hosts are ranks that share neither memory nor a folder: each half has a
-workdir of its own. A layout of one rank is then on the first host.
+A run is of two epochs of four steps, with dropout, in float64. It ends after the second step in one
+layout, and is resumed in all of them: all losses are those of one process within 1e-9. Two hosts
+are ranks that share neither memory nor a folder: each half has a workdir of its own. A layout of
+one rank is then on the first host.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
-from contextlib import ExitStack, closing
-from itertools import zip_longest
-from math import isclose
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from tests.chaos.run import scratch
 from tests.project.programs import FLOW, PAIRS, SAME, on_rank
 from tests.ranks import Ranks, sharing
 from training.launch.world import World
@@ -57,58 +53,34 @@ def train(
         return on_rank(rank, world_size, f"{line} --workdir {workdir}", stop_at=stop_at)[1]
 
 
-def run(
-    worlds: dict[int, Ranks], layout: str, folder: Path, hosts: int, stop_at: int | None = None
-) -> list[float]:
-    """The losses of all steps so far, 0 where a step has no target.
+WorldOf = Callable[[int], Ranks]  # tests/conftest.py
 
-    Raises:
-        AssertionError: the run has failed.
-    """
+
+def run(
+    world_of: WorldOf, layout: str, folder: Path, hosts: int, stop_at: int | None = None
+) -> list[float]:
+    """The losses of all steps so far, 0 where a step has no target."""
     number, options = LAYOUTS[layout]
     line = f"{options} {LINE}"
     if number == 1:
         errors = [train(0, 1, line, folder, hosts, stop_at)]
     else:
         line += f" --world_size {number}"
-        errors = worlds[number].run(train, line, folder, hosts, stop_at)
+        errors = world_of(number).run(train, line, folder, hosts, stop_at)
     assert not any(errors), f"{layout}: {errors}"
     return [row["loss"] or 0.0 for row in read_metrics(folder / "host0") if "loss" in row]
 
 
-def table(folder: Path, hosts: int) -> int:
-    """Prints it; how many cells differ."""
-    print(f"\n| saved, on {hosts} | " + " | ".join(LAYOUTS) + f" |\n|{'---|' * (len(LAYOUTS) + 1)}")
-    alone, bad = run({}, "single", folder / f"alone{hosts}", 1), 0
-    for saved in LAYOUTS:
-        first = folder / f"saved{hosts}" / saved.replace(" ", "")
-        cells = []
-        with ExitStack() as stack:  # new ranks, since each run leaves its groups' threads there
-            worlds = {n: stack.enter_context(closing(Ranks(n, limit=300.0))) for n in (2, 4)}
-            run(worlds, saved, first, hosts, SAVED)
-            for loaded in LAYOUTS:
-                shutil.copytree(first, folder / "run")
-                losses = run(worlds, loaded, folder / "run", hosts)
-                shutil.rmtree(folder / "run")
-                pairs = zip_longest(losses, alone, fillvalue=-1.0)
-                same = all(isclose(a, b, rel_tol=SAME) for a, b in pairs)
-                cells.append("same" if same else "**no**")
-        bad += cells.count("**no**")
-        print(f"| {saved} | {' | '.join(cells)} |", flush=True)
-    return bad
-
-
-def main() -> int:
-    """The program."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.matrix", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--hosts", type=int, choices=(1, 2))
-    hosts = parser.parse_args().hosts
-    with scratch() as folder:
-        return int(sum(table(Path(folder), n) for n in ([hosts] if hosts else [1, 2])) > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_every_layout_goes_on_where_one_was_saved(
+    world_of: WorldOf, tmp_path: Path, saved: str, hosts: int
+) -> None:
+    alone = run(world_of, "single", tmp_path / "alone", 1)
+    run(world_of, saved, tmp_path / "saved", hosts, SAVED)
+    for loaded in LAYOUTS:
+        folder = tmp_path / loaded.replace(" ", "")
+        shutil.copytree(tmp_path / "saved", folder)
+        assert run(world_of, loaded, folder, hosts) == pytest.approx(alone, rel=SAME), loaded
