@@ -115,27 +115,27 @@ def test_bleu_is_of_the_corpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sentence", "tokenizer", "score"),
+    ("sentence", "tokenizer"),
     [
-        ("Today the weather is fine.", "13a", 100),
-        ("오늘은 날씨가 아주 좋습니다.", "13a", 100),
-        ("今天天气很好", "zh", 100),
-        ("我在用 GPT-2 做实验。", "zh", 100),
-        ("今日は天気がいいです。", "char", 100),
-        ("วันนี้อากาศดี", "char", 100),
-        ("ຂ້ອຍຮັກເຈົ້າ", "char", 100),
-        ("ខ្ញុំស្រឡាញ់អ្នក", "char", 100),
-        ("ကျွန်တော်ချစ်တယ်", "char", 100),
-        ("ང་ཁྱོད་ལ་དགའ", "char", 100),
+        ("Today the weather is fine.", "13a"),
+        ("오늘은 날씨가 아주 좋습니다.", "13a"),
+        ("今天天气很好", "zh"),
+        ("我在用 GPT-2 做实验。", "zh"),
+        ("今日は天気がいいです。", "char"),
+        ("วันนี้อากาศดี", "char"),
+        ("ຂ້ອຍຮັກເຈົ້າ", "char"),
+        ("ខ្ញុំស្រឡាញ់អ្នក", "char"),
+        ("ကျွန်တော်ချစ်တယ်", "char"),
+        ("ང་ཁྱོད་ལ་དགའ", "char"),
     ],
 )
 def test_bleu_of_a_language_without_spaces_counts_its_letters(
-    sentence: str, tokenizer: str, score: float
+    sentence: str, tokenizer: str
 ) -> None:
     """The name of the column says nothing of the language."""
     assert bleu_tokenizer([sentence]) == tokenizer
     pairs = [{"target": sentence}]
-    assert evaluate_bleu(pairs, [sentence], "target")["bleu"] == pytest.approx(score)
+    assert evaluate_bleu(pairs, [sentence], "target")["bleu"] == pytest.approx(100)
 
 
 def test_the_tokenizer_of_bleu_stands_in_the_head_and_the_result_files() -> None:
