@@ -69,6 +69,8 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ROOT / program).is_file(), program
     gpus = 8 if "cuda" in command else 0  # whatever this computer has
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for folder in re.findall(r"\bworkdir\w*", command):
+        Path(folder).mkdir(exist_ok=True)  # as a command before it has left it
     PARSERS[program](words[words.index(program) + 1 :])
 
 
