@@ -153,39 +153,51 @@ class PricedStep:
         tables = first + (last and not self.one_table)
         number = blocks * self.block_size + tables * model.table / layout.tp
         apart = blocks * model.experts / layout.ep * model.mlp / layout.tp * (layout.ep > 1)
+        if layout.zero > 1:  # every micro-batch reduces gradients, and with ZeRO-3 gathers
+            reduced = self._by_block(blocks, number, apart)
+            gathered = reduced if layout.zero == 3 else 0.0
+            forward = forward._replace(gathering=self._exposed(gathered, forward.seconds))
+            exposed = self._exposed(gathered + reduced, backward.seconds)
+            backward = backward._replace(gathering=exposed)
         shard = (number - apart + apart * layout.ep) / layout.copies
+        exchange, update = self._end_of_step(blocks, tables, number, apart, shard)
+        held, working = self._memory_of_stage(blocks, tables, last, halves)
+        passes = Passes(forward, backward, late)
+        return PricedStage(passes, exchange, update, number, shard, held, working)
 
-        def scattered(each: float) -> float:
-            """Seconds to reduce or gather so many bytes of each parameter."""
-            return self.replicas.scatter(each * (number - apart)) + self.of_experts.scatter(
-                each * apart
-            )
+    def _scattered(self, each: float, number: float, apart: float) -> float:
+        """Seconds to reduce or gather so many bytes of each parameter; ``apart``: of experts."""
+        shared = self.replicas.scatter(each * (number - apart))
+        return shared + self.of_experts.scatter(each * apart)
 
+    def _by_block(self, blocks: int, number: float, apart: float) -> float:
+        """The same, in 16 bits, block by block."""
+        parts = max(1, blocks)
+        return parts * self._scattered(self.size / parts, number, apart)
+
+    def _end_of_step(
+        self, blocks: int, tables: int, number: float, apart: float, shard: float
+    ) -> tuple[float, float]:
+        """Seconds of the exchange of gradients, and of what comes after it and all passes."""
+        layout, model, overlap = self.layout, self.model, self.machine.overlap
         updated = shard if layout.zero else number
-        update = updated * UPDATE_BYTES / self.machine.memory_per_second
-        exchange, parts = 0.0, max(1, blocks)
-        scatter = parts * scattered(self.size / parts)  # block by block
+        exchange, update = 0.0, updated * UPDATE_BYTES / self.machine.memory_per_second
+        each = gradient_bytes(layout)
         if layout.zero < 2:
-            each = gradient_bytes(layout)
-            exchange = scattered(each) * (1 if layout.zero else 2)
-            if self.machine.overlap == "gradients":  # nanotron: DDP's buckets, or all of them after
-                buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
-                exchange = 2 * buckets * scattered(each / buckets)
-            if self.early and tables:  # the embedding's gradient comes last: nothing hides its sum
-                last_sum = exchange * tables * model.table / (number * layout.tp)
-                exchange, update = exchange - last_sum, update + last_sum
-        else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
-            gather = scatter if layout.zero == 3 else 0.0
-            forward = forward._replace(gathering=self._exposed(gather, forward.seconds))
-            gather += scatter
-            backward = backward._replace(gathering=self._exposed(gather, backward.seconds))
+            exchange = self._scattered(each, number, apart) * (1 if layout.zero else 2)
+        if layout.zero < 2 and overlap == "gradients":
+            # nanotron's: DDP's buckets, or under ZeRO-1 a sum of all of them after backward.
+            buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
+            exchange = 2 * buckets * self._scattered(each / buckets, number, apart)
+        if self.early and tables:  # the embedding's gradient comes last: nothing hides its sum
+            last_sum = exchange * tables * model.table / (number * layout.tp)
+            exchange, update = exchange - last_sum, update + last_sum
         if layout.zero in (1, 2):
             # The parameters that others have updated; or those of the first block to compute.
-            update += scatter / (parts if self.machine.overlap == "all" else 1)
+            beside = max(1, blocks) if overlap == "all" else 1
+            update += self._by_block(blocks, number, apart) / beside
             update += self.machine.slices_us * 1e-6 * layout.copies * blocks
-        passes = Passes(forward, backward, late)
-        held, working = self._memory_of_stage(blocks, tables, last, halves)
-        return PricedStage(passes, exchange, update, number, shard, held, working)
+        return exchange, update
 
     def _memory_of_stage(
         self, blocks: int, tables: int, last: bool, halves: bool
