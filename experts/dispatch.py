@@ -62,13 +62,6 @@ def swapped(lengths: Lengths) -> Lengths:
     return [list(column) for column in zip(*lengths, strict=True)]
 
 
-def summed(x: Tensor, ranks: Communicator) -> Tensor:
-    """The sum of all ranks' `x`, for a loss that every rank computes from it whole: so the gradient
-    of a rank's own addend is there already."""
-    total: Tensor = _Sum.apply(x, ranks)
-    return total
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
@@ -78,13 +71,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.ranks.all_to_all(gradient, swapped(ctx.lengths)), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:  # noqa: ARG004
-        return ranks.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
-        return gradient, None

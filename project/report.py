@@ -20,7 +20,6 @@ moved to another place of its list, and what that breaks or costs; puzzles.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -155,17 +154,17 @@ class Reported(Run):
 
     @cached_property
     def priced(self) -> PricedStep | None:
-        """The run as the planner sees it; None without a machine, or if it is no GPT-2, or has an
-        axis that the planner does not price."""
+        """The run as the planner sees it, to which dp counts all replicas; None without a machine,
+        or if it is no GPT-2."""
         used, size = self.summary, self.config
-        ranks = {axis: self.shape[axis] for axis in describe.RANKS}
-        known = math.prod(ranks.values()) == math.prod(self.shape.values())
-        if self.machine is None or "n_embd" not in size or not known:
+        ranks = {**self.shape, "dp": self.shape["dp"] * self.shape["ep"]}
+        if self.machine is None or "n_embd" not in size:
             return None
         batch, m = used["batch_size"], used.get("num_microbatches") or 1
         model = describe.model_of(
             None, layers=size["n_layer"], hidden=size["n_embd"], heads=size["n_head"],
             vocab=size["vocab_size"], seq=round(self.positions / batch),
+            experts=used.get("experts"), top_k=used["top_k"] if used.get("experts") else None,
         )  # fmt: skip
         layout = describe.layout_of(
             **ranks, micro_batch=-(-batch // (ranks["dp"] * m)), batch_size=batch,

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from experts.dispatch import summed
 from experts.layer import Experts
 from experts.routing import Balance, balance_loss, tally
 from runtime.communicator import Communicator
@@ -50,9 +49,8 @@ class RoutedFeedForward(FeedForward):
         if positions is None:
             positions = torch.arange(hidden.size(1), device=hidden.device)
         chosen, probabilities = tally(choice, positions < lengths[:, None])
-        if self.contexts is not None:
+        if self.contexts is not None:  # of the probabilities, each rank has an addend of the loss
             chosen = self.contexts.all_reduce(chosen)
-            probabilities = summed(probabilities, self.contexts)
         of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
         total = total + (of_sequences * targets).sum()
         return x._replace(hidden=hidden, balance=Balance(lengths, targets, total))
