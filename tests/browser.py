@@ -3,6 +3,7 @@ pipes. Clicks, drags and keys are those of the browser, not events that a script
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -167,8 +168,8 @@ def browser(folder: Path, tests: str) -> Iterator[Browser]:
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
 
-    def on_three_and_four() -> None:  # where Chromium looks for them; they may be 3 and 4 already
-        ends = os.dup(read_there), os.dup(write_there)
+    def on_three_and_four() -> None:  # where Chromium looks for them; any may be 3 or 4 already
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_there, write_there)]
         os.dup2(ends[0], 3)
         os.dup2(ends[1], 4)
 

@@ -76,7 +76,8 @@ function draw(step) {
     const parts = Object.entries(gap.causes).map(([cause, part]) => `<i class="${cause}" style="flex:${part / (gap.end - gap.start)}"></i>`);
     return `<button type="button" class="gap" tabindex="-1" style="${place(gap)}" title="${inWords(gap)}" aria-label="${inWords(gap)}">${parts.join("")}</button>`;
   };
-  lanes.style.minWidth = `${5.5 + Math.min(160, total / shortest * (chunks > 1 ? 1.7 : 1.4))}rem`;
+  const letters = Math.max(...lists.flat().map((action) => titleOf(action).length));
+  lanes.style.minWidth = `${5.5 + Math.min(240, total / shortest * (0.6 + 0.4 * letters))}rem`; // all can be read
   lanes.innerHTML = rows.map((row, rank) => {
     const busy = row.reduce((sum, { start, end, never }) => sum + (never ? 0 : end - start), 0);
     const actions = row.map((timed, k) => {
@@ -260,7 +261,8 @@ function focusOn(place) {
   const button = buttonOf(...place);
   [button.ariaPressed, button.tabIndex] = ["true", 0];
   for (const tool of ["earlier", "later", "remove"]) form.elements[tool].disabled = false;
-  button.focus({ preventScroll: false });
+  button.focus({ preventScroll: true });
+  button.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 const placeOf = (button) => [Number(button.parentElement.dataset.rank), Number(button.dataset.k)];
 const within = (row, k) => Math.max(0, Math.min(row.length, k));
