@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,3 +21,15 @@ def program(*names: str, tests: str) -> str:
     missing = f"there is no {' or '.join(names)}: {tests} was not tested"
     warnings.warn(missing, stacklevel=2)
     pytest.skip(missing)
+
+
+def in_node(script: str, file: Path, given: Any) -> Any:
+    """What a script for node prints, in JSON. It gets a file's path as its argument, and `given` in
+    JSON on its standard input."""
+    node = program("node", tests=file.name)
+    done = subprocess.run(
+        [node, "-e", script, str(file)], input=json.dumps(given), capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -15,8 +15,10 @@ from experts.layer import Experts, share_experts
 from experts.routing import Choice, balance_loss, choose, tally
 from pipeline.stage import Stage
 from runtime.communicator import Communicator
+from tests.pipeline.pipeline_models import act
 from tests.plain_experts import PlainExperts
 from tests.ranks import Ranks, nan_in_new_memory, sharing
+from tests.remote import on_ranks
 from training.tasks.gpt2 import gpt2_config
 
 C, E, K = 6, 4, 2
@@ -165,13 +167,7 @@ def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
     for order in (["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "F1", "B0", "B1"]):
         stage = Stage(0, nn.Sequential(Alone(layer)), torch.device("cpu"), num_microbatches=2)
         for action in order:
-            i = int(action[1])
-            if action[0] == "F":
-                stage.forward(i, (x + i).requires_grad_())
-            elif action[0] == "W":
-                stage.backward_weight(i)
-            else:
-                (stage.backward if action[0] == "B" else stage.backward_input)(i, [dy])
+            act(stage, action, x, dy)
             if action == "I1":
                 assert {p.shape for p in stage._totals} == {layer.router.weight.shape}
         sums.append(stage.take_gradients())
@@ -184,12 +180,8 @@ def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
         torch.testing.assert_close(gradient, p.grad, rtol=0, atol=1e-12)
 
 
-def refused(_rank: int, _world_size: int) -> str:
+@on_ranks(2)
+def test_ranks_must_divide_the_experts(_rank: int, _world_size: int) -> None:
     model = Experts(GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)), 3, K)
-    with pytest.raises(ValueError, match="multiple") as raised:
+    with pytest.raises(ValueError, match=r"^dimension 0 of \(3, 6, 24\) is not a multiple of 2$"):
         share_experts(model, Communicator(torch.distributed.group.WORLD))
-    return str(raised.value)
-
-
-def test_ranks_must_divide_the_experts(ranks: Ranks) -> None:
-    assert ranks.run(refused) == ["dimension 0 of (3, 6, 24) is not a multiple of 2"] * 2

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
+from pipeline.stage import Stage
 
 CPU = ("cpu:0", "cpu:1")
 ON_GPUS = [("cpu:0", "cuda:0"), ("cuda:0", "cuda:1")]  # the second takes two of them
@@ -154,6 +155,17 @@ class Fuse(nn.Module):
     def blow(self, where: str) -> None:
         if self.armed and self.armed[0] == where:
             raise self.armed[1]("on purpose")
+
+
+def act(stage: Stage, action: str, x: Tensor, dy: Tensor) -> None:
+    """Does an action, such as F0: micro-batch i is x + i."""
+    kind, i = action[0], int(action[1:])
+    if kind == "F":
+        stage.forward(i, (x + i).requires_grad_())
+    elif kind == "W":
+        stage.backward_weight(i)
+    else:
+        (stage.backward if kind == "B" else stage.backward_input)(i, [dy])
 
 
 def gpt2_config(blocks: int, attention: str = "sdpa") -> GPT2Config:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Kind, Schedule, ended_with, gpipe, validate
 from planning.simulate import Simulator, Work
-from tests.which import program
+from tests.which import in_node
 
 SCRIPT = Path(__file__).resolve().parents[2] / "project" / "page" / "simulate.js"
 # Reads cases from standard input, writes what simulate.js makes of each.
@@ -103,19 +101,6 @@ def in_python(schedule: Schedule, work: dict[str, Any]) -> tuple[list[Any], list
     return rows, gaps, [*peak_alive(schedule), *found.updated, found.seconds, found.bubble]
 
 
-def in_node(cases: list[dict[str, Any]]) -> list[Any]:
-    """What the harness makes of the cases."""
-    node = program("node", tests="project/page/simulate.js")
-    done = subprocess.run(
-        [node, "-e", HARNESS, str(SCRIPT)],
-        input=json.dumps(cases), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = list(json.loads(done.stdout))
-    assert len(found) == len(cases)
-    return found
-
-
 def test_javascript_simulates_like_python() -> None:
     """200 random schedules; starts and ends are sums in the same order, and so the same bits. Every
     gap has the same cause."""
@@ -125,7 +110,9 @@ def test_javascript_simulates_like_python() -> None:
         stages = 1 + max(action.stage for row in schedule for action in row)
         cases.append({"schedule": schedule, "work": work_of(draw, stages)})
     causes = set[str]()
-    for case, (rows, gaps, held, updated, *rest) in zip(cases, in_node(cases), strict=True):
+    for case, (rows, gaps, held, updated, *rest) in zip(
+        cases, in_node(HARNESS, SCRIPT, cases), strict=True
+    ):
         expected, expected_gaps, numbers = in_python(**case)
         assert rows == expected
         assert [*held, *updated, *rest] == pytest.approx(numbers, abs=1e-12)
@@ -165,6 +152,6 @@ def test_javascript_says_what_breaks_a_schedule_in_the_words_of_python() -> None
             expected.append("")
         except ValueError as error:
             expected.append(str(error))
-    assert in_node(cases) == expected
+    assert in_node(HARNESS, SCRIPT, cases) == expected
     begin = {sentence.partition(" ")[0] for sentence in expected}
     assert begin == {"", "deadlock:", "stage", "the"}  # all that may be wrong has been seen

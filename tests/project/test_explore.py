@@ -4,7 +4,6 @@ moves and judges them. What breaks a schedule is said in the words of validate()
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from project.figures.pages import GRID
 from tests.browser import Browser, browser
 from tests.project.conftest import Refusal
 from tests.project.programs import ROOT
-from tests.which import program
+from tests.which import in_node
 
 PAGE = ROOT / "project" / "page"
 SHIFT, CONTROL = 8, 2
@@ -65,18 +64,12 @@ def window(page: Path, opened: Browser) -> Iterator[Browser]:
     assert opened.errors == []
 
 
-def in_node(expression: str, given: Any = None) -> Any:
+def of_textbook(expression: str, given: Any = None) -> Any:
     """The value of an expression with what page/textbook.js exports, and what is given."""
-    node = program("node", tests="project/page/textbook.js")
     script = f"""const {{ decode, textbook, PUZZLES, FREE }} = require(process.argv[1]);
         const given = JSON.parse(require("fs").readFileSync(0, "utf-8"));
         process.stdout.write(JSON.stringify({expression}));"""
-    done = subprocess.run(
-        [node, "-e", script, str(PAGE / "textbook.js")],
-        input=json.dumps(given), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return in_node(script, PAGE / "textbook.js", given)
 
 
 def simulated(lists: Schedule, F: float, I: float, W: float, message: float = 0) -> Any:  # noqa: E741
@@ -91,7 +84,7 @@ def test_the_lists_on_the_page_are_those_that_run(page: Path) -> None:
     """Each schedule for each number of ranks, micro-batches and chunks."""
     _, _, rest = page.read_text("utf-8").partition('id="catalogue">')
     given = json.loads(rest.partition("</script>")[0])
-    found = in_node(
+    found = of_textbook(
         """Object.fromEntries(Object.entries(given.lists).map(([name, chunks]) => [name,
         Object.entries(chunks).flatMap(([v, ranks]) => Object.entries(ranks).flatMap(([n, sizes]) =>
         Object.entries(sizes).map(([m, text]) => [[+v, +n, +m],
@@ -122,7 +115,7 @@ def test_the_textbook_is_right_where_it_says_so() -> None:
     ]
     held_so = set()
     for (name, n, m, v, times), said in zip(
-        cases, in_node("given.map((each) => textbook(...each))", cases), strict=True
+        cases, of_textbook("given.map((each) => textbook(...each))", cases), strict=True
     ):
         if not said["holds"] or not said["when"]:
             continue
@@ -176,7 +169,9 @@ def is_solved(puzzle: dict[str, Any], lists: Schedule) -> bool:
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_puzzle_is_solved_by_its_last_move(name: str, page: Path, window: Browser) -> None:
     """And not before, say Python and the page alike. The moves are made with the keyboard."""
-    puzzles = {each["name"]: each for each in in_node("PUZZLES.map((p) => ({ ...FREE, ...p }))")}
+    puzzles = {
+        each["name"]: each for each in of_textbook("PUZZLES.map((p) => ({ ...FREE, ...p }))")
+    }
     assert list(puzzles) == list(SOLUTIONS)
     lists = start_of(puzzles[name])
     window.open(page, f"#puzzle={name.replace(' ', '+')}")

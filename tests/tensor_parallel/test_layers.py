@@ -16,6 +16,7 @@ from pipeline.stage import Stage
 from planning.simulate import Simulator, Work
 from runtime.communicator import Communicator
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.pipeline.pipeline_models import act
 from tests.remote import on_ranks
 
 
@@ -59,14 +60,8 @@ def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
     for order in (["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "B0", "F1", "B1"]):
         stage = Stage(1, layers, torch.device("cpu"), deliver=dict.clear, num_microbatches=3)
         for action in order:
-            i = int(action[1])
             with Products() as products:
-                if action[0] == "F":
-                    stage.forward(i, (x + i).requires_grad_())
-                elif action[0] == "W":
-                    stage.backward_weight(i)
-                else:
-                    (stage.backward if action[0] == "B" else stage.backward_input)(i, [dy])
+                act(stage, action, x, dy)
             counts[action[0]] += products.count
         sums.append(list(stage.take_gradients().values()))
     assert counts == {"F": 16, "I": 8, "W": 8, "B": 16}
