@@ -36,14 +36,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.mixed import mixed
-
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
 
 def site_of(name: str) -> int:
     """The number of a dropout in the model, from its name, e.g. "h.3.attn"."""
     return zlib.crc32(name.encode())
+
+
+def mixed(number: int, site: int, index: int) -> int:
+    """A well-spread 63-bit seed for draws of a place, such as a layer and a micro-batch. ``index``
+    is below 2^32. (The finaliser of splitmix64.)"""
+    z = (number + 0x9E3779B97F4A7C15 * ((site << 32) + index + 1)) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) >> 1
 
 
 Keys = Tensor | int | None
@@ -69,14 +76,16 @@ def dropout(x: Tensor, p: float, keys: Keys, where: int, *index: Index) -> Tenso
     if not isinstance(keys, Tensor):
         first = index[0] if index and isinstance(index[0], int) else 0
         return _drawn(lambda: F.dropout(x, p), x.device, keys, where, first)
-    row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
-    *rows, channels = (
-        _mix(_low(torch.arange(at, at + size, device=x.device) if isinstance(at, int) else at) + 1)
-        for size, at in zip_longest(x.shape[1:], index, fillvalue=0)
-    )
-    for numbers in rows:
-        row = _mix(row[..., None] + numbers)  # [B, T]; or [B, H], [B, H, T]
-    kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31  # int32: from -2**31
+    # Nothing is drawn here: a mode that looks for draws (randomness.py) would double the time.
+    with torch._C.DisableTorchFunction():
+        row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
+        *rows, channels = (
+            _mix(_low(_numbers(at, size, x.device)) + 1)
+            for size, at in zip_longest(x.shape[1:], index, fillvalue=0)
+        )
+        for numbers in rows:
+            row = _mix(row[..., None] + numbers)  # [B, T]; or [B, H], [B, H, T]
+        kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31  # int32: from -2**31
     return torch.where(kept, x * (1 / (1 - p)), 0)
 
 
@@ -126,6 +135,10 @@ def _drawn(
         with torch.accelerator.device_index(device.index):
             module.manual_seed(mixed(keys, where, first))
         return draw()  # afterwards the generator is as before
+
+
+def _numbers(at: Index, size: int, device: torch.device) -> Tensor:
+    return at if isinstance(at, Tensor) else torch.arange(at, at + size, device=device)
 
 
 def _low(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.mixed import mixed
+from runtime.dropout import mixed
 
 
 class StepSeed:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from runtime.dropout import attention, dropout, site_of
 
@@ -65,3 +68,22 @@ def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None
     sums = attention(uniform, uniform, ones, None, 0.5, KEYS, 3)[..., 16:, 0]
     assert abs(sums.mean() - 1) < 0.02
     assert abs(torch.corrcoef(sums.transpose(0, 1).flatten(1))[0, 1]) < 0.1
+
+
+class Seen(TorchFunctionMode):
+    """The functions that a mode sees, as a stage's search for draws does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_hashing_is_not_searched_for_draws() -> None:
+    x = torch.ones(64, T, 128)
+    with Seen() as seen:
+        dropout(x, 0.1, KEYS, site_of("drop"))
+    assert "__xor__" not in seen.names and seen.names[-1] == "where"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.mixed import mixed
+from runtime.dropout import mixed
 from tests.device.seen import watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import ONE_EACH
-from runtime.mixed import mixed
+from runtime.dropout import mixed
 from runtime.randomness import OfThread, StepSeed
 from tests.pipeline.pipeline_models import (
     DEVICES,

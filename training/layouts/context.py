@@ -16,7 +16,7 @@ from context_parallel.heads import Heads
 from context_parallel.positions import multiple, zigzag
 from context_parallel.ring import Ring
 from runtime.communicator import Communicator
-from runtime.mixed import mixed
+from runtime.dropout import mixed
 from training.tasks.experts import RoutedFeedForward
 from training.tasks.gpt2 import Attention, Sequences, numbers_of_targets
 
