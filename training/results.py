@@ -392,6 +392,6 @@ def _wandb(args: Options) -> Sink:
     try:
         run = wandb.init(project="parallel-gpt2", resume="auto", **about)
     except wandb.Error as error:
-        offline = "WANDB_MODE=offline in the environment works without an account and a network"
+        offline = "WANDB_MODE=offline in the environment works without an account or a network"
         raise RunError(f"--wandb: {str(error).rstrip('.')}; {offline}") from error
     return lambda steps, numbers: run.log(dict(numbers), step=steps)
