@@ -1,7 +1,7 @@
 """The options of a run: name, type, default and help, each once.
 
 An option that is UNSET gets its value before anything starts (project/rules.py). A program has some
-of the groups of options below (PROGRAMS), and may give an option another default; what it has not
+of the groups of options below (PROGRAMS), and may give one another default; an option that it lacks
 keeps the default that is here.
 
 This module does not import torch, so --help and a mistyped option are answered at once.

@@ -21,7 +21,7 @@ from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
-from training.options import ScheduleName
+from training.options import PROGRAMS, Options, ScheduleName, option_names
 from training.resume import DECIDE, OF_LAYOUT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -211,6 +211,11 @@ def test_the_options_of_a_layout_are_resumed_together() -> None:
     """Or none is. What is compiled is of each start, and experts are of the model."""
     of_strategies = {name for row in STRATEGIES.values() for name in row.options.split()}
     assert of_strategies - {"compile"} <= OF_LAYOUT | DECIDE
+
+
+def test_every_option_is_one_of_a_program() -> None:
+    of_programs = {name for groups in PROGRAMS.values() for name in option_names(*groups)}
+    assert of_programs == {*option_names(*Options.__bases__)}
 
 
 def test_every_schedule_can_be_typed() -> None:
