@@ -170,7 +170,7 @@ class Reported(Run):
             **ranks, micro_batch=-(-batch // (ranks["dp"] * m)), batch_size=batch,
             chunks=used.get("chunks") if used.get("schedule") == "interleaved" else None,
             recompute="never" if used.get("recompute") in (None, "never") else "always",
-            precision=used.get("precision") or "fp32",
+            precision=used.get("precision") or "fp32", attention=used.get("attention"),
             **{name: used.get(name) for name in ("schedule", "zero", "sequence_parallel")},
         )  # fmt: skip
         machine = self.machine.shared(layout.gpus) if used.get("cores") else self.machine

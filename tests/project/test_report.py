@@ -237,6 +237,13 @@ def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
     threads = replace(run, folder=write_run(tmp_path, "pipeline1", num_devices=2, **about))
     (threads.folder / "config.json").write_text(json.dumps(sizes))
     assert threads.priced is not None and threads.planned_memory() == []
+    parts = about | {"dp": 4, "cp": 2, "pp": 1, "tp": 1, "ep": 2, "experts": 4, "top_k": 2}
+    cut = replace(run, folder=write_run(tmp_path, "3d9", **parts, attention="heads"))
+    (cut.folder / "config.json").write_text(json.dumps(sizes))
+    assert cut.priced is not None
+    layout, model = cut.priced.layout, cut.priced.model
+    assert (layout.dp, layout.cp, layout.ep, layout.attention) == (4, 2, 2, "heads")
+    assert (model.experts, model.top_k) == (4, 2)
     other = replace(run, folder=write_run(tmp_path, "ddp1", **about | {"loss": [4.2, 1.1]}))
     assert (report.apart(run, run), report.apart(other, run)) == ("", "1.0e-01")
 
