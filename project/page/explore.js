@@ -40,11 +40,10 @@ function startOf(chosen) {
 // What simulate() takes. The times are those of a rank: each of its chunks takes its part of them.
 function workOf(chosen) {
   const chunks = chunksOf(chosen);
-  const stages = chosen.ranks * chunks;
   const last = vShaped.includes(chosen.schedule) ? [chosen.ranks - 1, chosen.ranks] : [];
   const slow = (stage) => (last.length ? last.includes(stage) : stage % chosen.ranks === chosen.ranks - 1) ? chosen.last : 1;
   const of = { F: chosen.F, B: chosen.I + chosen.W, I: chosen.I, W: chosen.W };
-  return { seconds: (kind, stage) => (of[kind] / chunks) * slow(stage % stages), recompute: () => 0, transfer: chosen.message, exchange: 0, update: 0 };
+  return { seconds: (kind, stage) => (of[kind] / chunks) * slow(stage), recompute: () => 0, transfer: chosen.message, exchange: 0, update: 0 };
 }
 
 // Everything that is shown of some lists. What breaks them is the validator's sentence, or empty.
@@ -119,6 +118,10 @@ function ticks(total) {
     `<small class="end">${number(total)}</small>`;
 }
 
+// How long a step takes, and how idle ranks are, where it can run.
+const lasts = (step) => (step.deadlock ? "for ever" : step.broken ? "the lists are wrong" : number(step.seconds));
+const idles = (step) => (step.broken ? "" : percent(step.bubble));
+
 // A gap in a sentence.
 function inWords({ rank, start, end, before: next, waitsFor, causes }) {
   const parts = Object.entries(causes).map(([cause, part]) => `${number(part)} because of ${CAUSES[cause]}`);
@@ -146,8 +149,8 @@ function beside(step) {
     <td>${formula ? `${formula[1]} = ${shown(formula[0])}` : "no formula"}</td></tr>`;
   const { F, I, W } = settings;
   const whole = idle && [m * (F + I + W) / (1 - idle[0]), "m(F+I+W) / (1 - idle)"];
-  const rows = [cells("a step takes", step.broken ? "for ever" : number(step.seconds), whole, number),
-    cells("idle, of all ranks' time", step.broken ? "for ever" : percent(step.bubble), idle, percent),
+  const rows = [cells("a step takes", lasts(step), whole, number),
+    cells("idle, of all ranks' time", idles(step), idle, percent),
     cells("micro-batches held, at most", number(Math.max(...step.held)), held, number)];
   const alike = holds && settings.message === 0 && settings.last === 1;
   const changed = undone.length || settings.alone || settings.split;
@@ -177,7 +180,7 @@ function judge(step) {
   const most = Math.max(...step.held);
   const goals = goal.breaks ? [[`the lists end in a ${goal.breaks}`, step.broken.startsWith(goal.breaks)]] : [
     ["the lists can run", !step.broken],
-    [`a step takes ${goal.seconds} at most: ${step.broken ? "for ever" : number(step.seconds)}`, !step.broken && step.seconds <= goal.seconds + 1e-9],
+    [`a step takes ${goal.seconds} at most: ${lasts(step)}`, !step.broken && step.seconds <= goal.seconds + 1e-9],
     ...(goal.held ? [[`a rank holds ${goal.held} at most: ${number(most)}`, most <= goal.held]] : []),
   ];
   const solved = goals.every(([, reached]) => reached);
