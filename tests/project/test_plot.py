@@ -375,7 +375,7 @@ def test_runs_that_are_missing_or_do_not_compare(tmp_path: Path) -> None:
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
         check(
             f"throughput {name}",
-            "or a strategy (none, single, ddp, fsdp, pipeline, model, tensor), also with",
+            "or a strategy (none, single, ddp, fsdp, pipeline, model, tensor, context), also with",
         )
     (folder / "summary.json").write_text("{")
     check("memory ddp=2", "summary.json cannot be read")
