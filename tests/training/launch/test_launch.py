@@ -9,8 +9,6 @@ import platform
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -393,9 +391,10 @@ with answer_within(1.0, 1):
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_store_that_is_stopped_is_named() -> None:
+def test_a_store_that_is_stopped_is_named(tmp_path: Path) -> None:
     """Its system accepts connections, and it never answers."""
-    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    ended = run_warm([str(tmp_path / "hangs.py")], tmp_path)
     assert ended.returncode == 1
     assert "rank 1 has waited 1 s at the start" in ended.stderr
     assert "look at its host, 127.0.0.1, or" in ended.stderr
