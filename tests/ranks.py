@@ -82,6 +82,20 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
     return nullcontext() if allowed else patch.object(SharedMemory, "open", return_value=None)
 
 
+def under_torchrun(
+    rank: int = 0, world_size: int = 2, local_rank: int = 0, each: int | None = None
+) -> AbstractContextManager[object]:
+    """Inside, this process is a rank that torchrun has started, on a host with `each` of them; by
+    default one host has all."""
+    each = each or world_size
+    numbers = {
+        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": each,
+        "GROUP_WORLD_SIZE": world_size // each,
+    }  # fmt: skip
+    environment = {name: str(number) for name, number in numbers.items()}
+    return patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "run", **environment})
+
+
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
     """Inside, memory from torch.empty, and what a pool lends again and again, is full of NaN:

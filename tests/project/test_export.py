@@ -32,7 +32,7 @@ from tests.project.programs import (
     run,
     summary,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, under_torchrun
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.tasks.text_files import END
@@ -242,17 +242,12 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
         parse(line + "24")
 
 
-def test_the_first_rank_of_a_host_checks_what_a_model_is(
-    pairs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_of_a_host_checks_what_a_model_is(pairs: Path) -> None:
     """Under torchrun, where each rank parses the command line: the others would load it, too."""
     shutil.copytree(pairs, "model")
     Path("model/model.safetensors").unlink()
-    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0"),
-                        ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):  # fmt: skip
-        monkeypatch.setenv(name, value)
     line = "train tensor --model model --model_max_length 24"
-    with pytest.raises(UserError, match="its weights are not in"):
+    with under_torchrun(), pytest.raises(UserError, match="its weights are not in"):
         parse(line)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert parse(line).model == "model"
+    with under_torchrun(rank=1, local_rank=1):
+        assert parse(line).model == "model"

@@ -20,6 +20,7 @@ from project.strategies import STRATEGIES, page_of
 from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, ROOT, parse
+from tests.ranks import under_torchrun
 from training.launch.errors import UserError
 from training.options import PROGRAMS, Options, ScheduleName, option_names
 from training.resume import DECIDE, OF_LAYOUT
@@ -309,17 +310,13 @@ def test_a_host_with_fewer_gpus_has_the_same_options(monkeypatch: pytest.MonkeyP
     assert found[0] == found[1]
 
 
-def test_under_torchrun_the_first_rank_of_each_host_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_first_rank_of_each_host_checks() -> None:
     """Rules may ask the hub. Of a resume rank 0, since other hosts may have no checkpoint."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "4")
     for rank, local_rank, line, checks in (
         (0, 0, "", True), (1, 1, "", False), (2, 0, "", True), (2, 0, "--resume", False)
     ):  # fmt: skip
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        with pytest.raises(UserError) if checks else nullcontext():
+        refused = pytest.raises(UserError) if checks else nullcontext()
+        with under_torchrun(rank, 4, local_rank), refused:
             parse(f"{DP} --vocab_size 258 {line}")
 
 
@@ -328,19 +325,14 @@ def test_what_torchrun_and_the_machine_allow(
     gpus: int, started: Started, line: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    if started:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", str(started[0]))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started[1]))
     found: int | str
-    try:
-        args = parse(line)
-        assert args.timeline == (0 if gpus and "cpu" not in line else 20)  # it would wait
-        found = args.world_size
-        if line.startswith(PP):
-            choose_devices(args)
-    except UserError as error:
-        found = str(error)
+    with under_torchrun(0, started[0], each=started[1]) if started else nullcontext():
+        try:
+            args = parse(line)
+            assert args.timeline == (0 if gpus and "cpu" not in line else 20)  # it would wait
+            found = args.world_size
+            if line.startswith(PP):
+                choose_devices(args)
+        except UserError as error:
+            found = str(error)
     assert found == expected

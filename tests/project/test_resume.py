@@ -26,7 +26,7 @@ from tests.project.programs import (
     summary,
     weights,
 )  # fmt: skip
-from tests.ranks import Ranks
+from tests.ranks import Ranks, under_torchrun
 from training.checkpoint import Checkpoint, Saver
 from training.launch.errors import UserError, counted
 from training.loop import seed_step
@@ -126,7 +126,7 @@ def test_experts_lie_elsewhere_after_a_resume(learned: Learn, ranks: Ranks) -> N
     assert_same_run("work", one.workdir)
 
 
-def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     """Model, data, batch, dropout and length of the run, though programs have other defaults; the
     layout, for the same strategy."""
     line = f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1 --save_every 4 --world_size 1 "
@@ -144,11 +144,7 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks, monkeypatch: pytest.Monkey
     assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
     assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
     assert taken("train fsdp")[:3] == (4, 9.0, 2)
-    with monkeypatch.context() as torchrun:
-        torchrun.setenv("TORCHELASTIC_RUN_ID", "none")
-        torchrun.setenv("WORLD_SIZE", "2")
-        torchrun.setenv("RANK", "0")
-        torchrun.setenv("LOCAL_RANK", "0")
+    with under_torchrun():
         assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.project.programs import names_in
+from tests.ranks import under_torchrun
 from training.launch.errors import Interrupted, UserError, handled, signals_end
 from training.options import Options
 from training.workdir import alone_in_workdir
@@ -41,20 +42,17 @@ def files() -> list[str]:
 
 
 def test_nothing_half_written_stays_but_what_other_ranks_may_be_writing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = Options(workdir=Path("work"))
     for file in (*HALF, *WHOLE):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
-    with monkeypatch.context() as torchrun:
-        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}.items():
-            torchrun.setenv(name, value)
-        with signals_end(), alone_in_workdir(args), alone_in_workdir(args):
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # it ends at once
-        torchrun.setenv("RANK", "0")  # which alone takes the lock
-        with alone_in_workdir(args), pytest.raises(UserError), alone_in_workdir(args):
-            pass
+    with under_torchrun(1), signals_end(), alone_in_workdir(args), alone_in_workdir(args):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # it ends at once
+    taken = pytest.raises(UserError)  # the lock, which rank 0 alone takes
+    with under_torchrun(0), alone_in_workdir(args), taken, alone_in_workdir(args):
+        pass
     assert files() == sorted((*HALF, *WHOLE))
 
     with pytest.raises(Interrupted), alone_in_workdir(args):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cores import core_slice, cpu_quota, pin, quota_note
-from tests.ranks import Ranks
+from tests.ranks import Ranks, under_torchrun
 from tests.remote import on_ranks
 from tests.training import programs
 from tests.warm import run_warm
@@ -272,16 +272,12 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def second_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is rank 3 of 4, of which each host has two."""
-    torchrun = {
-        "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-    }  # fmt: skip
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
     for name in ("_end_with_parent", "answer"):  # of the process that runs tests
         monkeypatch.setattr(launcher, name, lambda *_: None)
+    with under_torchrun(3, 4, 1, each=2):
+        yield
 
 
 @pytest.mark.usefixtures("second_host")

@@ -21,7 +21,7 @@ import pytest
 from project.train import parse_train
 from project.utils import run_program
 from tests.project.programs import ROOT, TINY, run
-from tests.ranks import Ranks
+from tests.ranks import Ranks, under_torchrun
 from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
@@ -149,35 +149,29 @@ def test_in_an_evaluation_a_rank_ends_that_waited_for_one_that_has_ended() -> No
             raise lost
 
 
-def test_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end() -> None:
     """Not on one: see the next test."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert Ended().status == os.EX_TEMPFAIL
+    with under_torchrun(each=1):
+        assert Ended().status == os.EX_TEMPFAIL
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "said", "waits"), [("0", "It has ended.\n", []), ("1", "", [call(GRACE)])]
+    ("local_rank", "said", "waits"), [(0, "It has ended.\n", []), (1, "", [call(GRACE)])]
 )
 def test_under_torchrun_the_first_rank_of_a_host_says_how_the_run_has_ended(
-    local_rank: str,
+    local_rank: int,
     said: str,
     waits: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Torchrun ends the others meanwhile, if it was a mistake of the user's."""
-    torchrun = {"TORCHELASTIC_RUN_ID": "run", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
-    for name, value in {**torchrun, "LOCAL_RANK": local_rank}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", sys.exit)
-    with pytest.raises(SystemExit) as end:
+    with under_torchrun(local_rank, 2, local_rank), pytest.raises(SystemExit) as end:
         run_program(Mock(side_effect=Ended("It has ended.")))
     assert (end.value.code, capsys.readouterr().err) == (0, said)
     sleep = Mock()
     monkeypatch.setattr("time.sleep", sleep)
-    with pytest.raises(SystemExit) as end:
+    with under_torchrun(local_rank, 2, local_rank), pytest.raises(SystemExit) as end:
         run_program(Mock(side_effect=UserError("--model x")))
     assert (end.value.code, sleep.mock_calls) == (2, waits)
