@@ -13,7 +13,7 @@ checkpoints and gradients know nothing of experts. The product of all experts is
 function over rows that lie by expert, a matrix product for each run of rows, written in place.
 
 Its gradient of the weights may wait (runtime/linear.py), and is added to the sum over micro-batches
-expert by expert: a micro-batch's own [E, K, N] is never made in a stage.
+expert by expert: a stage makes one [E, K, M] per step, and not one per micro-batch.
 
 Rejected: padding all experts' rows to the longest for one batched product, and
 `torch._grouped_mm`; docs/mathematics.md has the times.

@@ -446,6 +446,9 @@ def _experts() -> Iterator[Row]:
     yield Row("single-experts-top1", 1, replicated(), replace(ROUTED, top_k=1), 2)
     yield Row("ddp2-experts", 2, replicated(), ROUTED)
     yield Row("pipeline2-experts", 2, staged((3, 5), "zb", 3), ROUTED)
+    beside: Any = "nothing recomputed"
+    name = "single-experts-recompute_always"
+    yield Row(name, 1, replicated(), ROUTED, 2, beside, "always")
     yield Row("mesh2-ep2-gloo", 2, mesh(2, 1, 1, ep=2), ROUTED)
     layouts: dict[str, tuple[int, Build, int | None]] = {
         "mesh2-ep2": (2, mesh(2, 1, 1, ep=2), None),
@@ -468,7 +471,6 @@ def _experts() -> Iterator[Row]:
         if name in ("mesh2-ep2", "mesh2-ep2-zero3", "mesh4-ep2-pp2-zb-zero1"):
             yield Row(f"{name}-twice", ranks, build, ROUTED, m, "second run")
             yield Row(f"{name}-resumed", ranks, build, ROUTED, m, "resumed run")
-            beside: Any = "nothing recomputed"
             yield Row(f"{name}-recompute_always", ranks, build, ROUTED, m, beside, "always")
     alone = Sentences(9, 8, experts=4)  # an example for one rank, and none for the others
     for zero in (None, 3):
