@@ -192,7 +192,7 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
     )
     _, _, *pages, strategies, imported = done.stdout.split("=====\n")
     for usage in OTHERS.values():
-        assert pages.pop(0).startswith(f"usage: {usage}\n")
+        assert pages.pop(0).startswith(f"usage: {usage} [options]\n")
     assert imported.split() == []
     said = [line.partition(" invalid choice: ")[2] for line in done.stderr.splitlines()]
     assert [choice.partition(" (choose from ")[0] for choice in said] == ["'1fb1'", "'timelin'"]
