@@ -68,23 +68,18 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             continue
         if cp > 1 and model.seq // cp < FEWEST and cp != given.get("cp"):
             continue
+        if tp > 1 and model.experts > 1:  # train.py has no experts whose matrices are cut
+            continue
         kinds = list(KINDS[:1])
         if pp > 1:
             kinds = [kind for kind in KINDS if pp <= 16 or kind[0] != SLOW]
             kind = given.get("schedule", "interleaved"), given.get("chunks")
             if kind not in (*kinds, ("interleaved", None)):
                 kinds.append(kind)
-        zeros = (
-            (0,)
-            if dp * cp == 1
-            else (0, 1)
-            if pp > 1
-            else (0, 1, 3)
-            if tp * cp > 1
-            else (0, 1, 2, 3)
-        )
-        # train.py cuts experts over replicas only.
-        eps = divisors(math.gcd(dp, model.experts)) if tp == 1 else [1] * (model.experts == 1)
+        zeros = [0]
+        if dp * cp > 1:
+            zeros = [0, 1] + [2] * (cp * pp * tp == 1) + [3] * (pp == 1)
+        eps = divisors(math.gcd(dp, model.experts))
         ways = ("ring", "heads") if cp > 1 and model.heads % (cp * tp) == 0 else ("ring",)
         for b, (schedule, chunks), zero, recompute, ep, way in product(
             batches, kinds, zeros, again, eps, ways
