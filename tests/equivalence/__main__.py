@@ -15,11 +15,8 @@ The rows are in tests/equivalence/table.py; how large a difference may be, in co
 from __future__ import annotations
 
 import argparse
-import platform
 import time
-from dataclasses import asdict
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 
@@ -28,7 +25,6 @@ from project.utils import run_program
 from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
-from training.files import write_json
 from training.launch.errors import UserError, torchrun_world_size
 from training.options import number_type
 
@@ -69,12 +65,9 @@ def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float64", help="float64 hides no wrong factor")
     add("--steps", type=STEPS, default=10, metavar="N", help="of training")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="ranks share the GPUs in turn")
-    add("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args(argv)
     if torchrun_world_size() is not None:
         raise UserError("the comparison starts its own ranks: run it without torchrun")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise UserError(f"--json {args.json}: it must be a file in a folder that exists")
     patterns = [name for given in args.strategy or ["*"] for name in given.split(",") if name]
     args.chosen = choose(patterns)
     return args
@@ -91,9 +84,6 @@ def main(argv: list[str] | None = None) -> None:
     failed = [result for result in results if result.failure]
     seconds = time.perf_counter() - start
     print(f"{len(results) - len(failed)} of {len(results)} strategies agree, in {seconds:.0f} s")
-    if args.json is not None:
-        about = {"torch": torch.__version__, "machine": platform.machine(), "dtype": args.dtype}
-        write_json(args.json, {**about, "rows": [asdict(result) for result in results]})
     if failed:
         raise SystemExit(1)
 
