@@ -10,7 +10,15 @@ import pytest
 
 from tests.device.session import NCCL, Device, ranks
 from tests.project.conftest import Learn
-from tests.project.programs import FLOW, VGG, assert_same_run, printed_by_generate, run, summary
+from tests.project.programs import (
+    FLOW,
+    TINY,
+    VGG,
+    assert_same_run,
+    printed_by_generate,
+    run,
+    summary,
+)
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -49,15 +57,18 @@ def test_generate_on_a_device_translates_as_on_the_cpu(device: Device, learned: 
     assert found == printed_by_generate(*words, "cpu")
 
 
-def test_vgg_on_two_devices_is_one_process(device: Device, tmp_path: Path) -> None:
+EXPERTS = f"{TINY} --dropout 0 --precision fp64"
+CHECKED = [f"ddp {VGG}", f"pipeline {VGG}", f"ddp --experts 4 --ep 2 {EXPERTS}"]
+
+
+@pytest.mark.parametrize("line", CHECKED, ids=["ddp", "pipeline", "experts"])
+def test_two_devices_are_one_process(device: Device, tmp_path: Path, line: str) -> None:
     """As `--check_weights` and `--check_output` find, which compare with one process."""
-    checked = f"--num_batches 3 --check_weights --check_output {VGG} --device cuda"
-    for strategy in ("ddp", "pipeline"):
-        line = f"train {strategy} {checked} --workdir {tmp_path / strategy}"
-        printed, error = device.run(on_ranks, line)
-        assert error is None, printed
-        checks = summary(tmp_path / strategy)["checks"]
-        assert [checks[what]["agrees"] for what in ("weights", "outputs")] == [True, True]
+    checked = "--num_batches 3 --check_weights --check_output --device cuda"
+    printed, error = device.run(on_ranks, f"train {line} {checked} --workdir {tmp_path}")
+    assert error is None, printed
+    checks = summary(tmp_path)["checks"]
+    assert [checks[what]["agrees"] for what in ("weights", "outputs")] == [True, True]
 
 
 def on_ranks(line: str) -> tuple[str, str | None]:

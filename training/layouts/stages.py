@@ -1,9 +1,13 @@
 """The layers in stages on several processes, for the training loop.
 
-Tensor parallelism and `fsdp --zero 1` run here, too, with one stage. A step is, in this
+Tensor parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. A step is, in this
 order: the schedule's actions, which end with the sum of tied gradients over stages; the average
 over replicas; the sum over tensor ranks of what each has whole; with ZeRO 1, in the place of the
 average, the reduction to shards.
+
+Replicas of an expert are fewer than those of other parameters, where ranks share experts: those
+that have the same one. Its gradient is a sum over the ranks that share it already, since positions
+of all of them came to it. So the mean over its replicas is divided by the number of those ranks.
 """
 
 from __future__ import annotations
@@ -143,12 +147,11 @@ class Staged(MeshLayout):
             with self.setup.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(targets), self.cut_task.loss,
-                    self._schedule, scale=1 / count,
-                    ready=self._ready,
+                    self._schedule, scale=1 / count, ready=self._ready,
                 )  # fmt: skip
         for buckets in self.buckets:
             buckets.finish()  # every replica, with or without examples
-        if self.buckets:  # an expert's gradient is of the losses of all ranks that share experts
+        if self.buckets:  # see the head of this file
             for name, p in self.pipe.named_parameters().items():
                 if name in self.cut_task.experts and p.grad is not None:
                     p.grad /= self.sharing.size

@@ -77,7 +77,7 @@ class BalancedHead(nn.Module):
 
 
 class ExpertTask(SequenceTask):
-    """What experts change in a task of sequences, of which a class is made with it."""
+    """What experts change in a task of sequences; the tasks are below."""
 
     def skeleton(self) -> Any:
         """With experts, all of them, on the meta device."""
