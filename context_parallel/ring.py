@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from context_parallel import blocks
@@ -105,36 +106,43 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, out, log_sum = ctx.saved_tensors
         ranks, kv = ctx.ranks, torch.stack([k, v])
-        d_q, d_own = torch.zeros_like(q), torch.zeros_like(kv)
-        d_kv = kv[:0]  # of the keys and values of the step before; its own stay at home
+        d_q = d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
         for step in range(ranks.size):
             leaving = kv[:0] if step == ranks.size - 1 else kv
-            finish = _to_next(torch.cat([leaving, d_kv]), ranks)
+            finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the step before
             rows, columns, drop = _block(step, ranks, q.size(2), ctx.dropped)
             k_here, v_here = kv[..., columns, :]
-            d_queries, *d_block = blocks.backward(
+            d_queries, *d_here = blocks.backward(
                 d_out[:, :, rows], q[:, :, rows], k_here, v_here, out[:, :, rows],
                 log_sum[:, :, rows], step == 0, drop,
             )  # fmt: skip
-            d_q[:, :, rows] += d_queries
-            # What has arrived: the next keys and values, and what ranks before this one have found
-            # for those of this step.
+            d_block = torch.stack(d_here)
+            # What has arrived: the next keys and values, and the gradients of those that are here
+            # from the ranks before this one, which add to them.
             kv, d_arrived = finish().tensor_split([len(leaving)])
-            d_sum = torch.zeros_like(d_own) if step else d_own
-            d_sum[..., columns, :] += torch.stack(d_block)
-            if step:
-                d_kv = d_sum + d_arrived if len(d_arrived) else d_sum
+            if step == 0:
+                d_q, d_own = d_queries, d_block
+                continue
+            d_q[:, :, rows] += d_queries
+            if len(d_arrived):
+                d_arrived[..., columns, :] += d_block
+                d_kv = d_arrived
+            else:
+                d_kv = F.pad(d_block, (0, 0, 0, q.size(2) - d_block.size(3)))
         d_own += _to_next(d_kv, ranks)()  # home
         return d_q, *d_own, None, None
 
 
-def _to_next(x: Tensor, ranks: Communicator) -> Finish:
-    """Begins to send rows to the next rank, and to receive as many from the previous one."""
-    if not len(x):
+def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:
+    """Begins to send rows to the next rank, those of all tensors that have some, and to receive as
+    many from the previous one."""
+    sent = [t for t in (x, *others) if len(t)]
+    if not sent:
         return lambda: x
+    rows = torch.cat(sent) if len(sent) > 1 else sent[0]
     size = ranks.size
-    lengths = [[len(x) * (to == (r + 1) % size) for to in range(size)] for r in range(size)]
-    return ranks.start_all_to_all(x, lengths)
+    lengths = [[len(rows) * (to == (r + 1) % size) for to in range(size)] for r in range(size)]
+    return ranks.start_all_to_all(rows, lengths)
 
 
 def _block(

@@ -34,9 +34,11 @@ LAYOUTS = {
     "ZeRO 3": (2, "train fsdp --zero 3"),
     "pipeline": (2, "train pipeline --schedule zbv"),
     "tensor": (2, "train tensor --sequence_parallel"),
+    "context": (2, "train context"),
     "dp x pp": (4, "train 3d --dp 2 --pp 2 --zero 1"),
     "dp x tp": (4, "train 3d --dp 2 --tp 2 --zero 3"),
     "pp x tp": (4, "train 3d --pp 2 --tp 2"),
+    "cp x pp": (4, "train 3d --cp 2 --pp 2 --zero 1"),
 }
 
 

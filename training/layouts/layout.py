@@ -18,7 +18,7 @@ What a rank holds is one list of records, `Held`, and what follows backward goes
 
 Three things have three names. `dp_rank` of `dp_size`: which part of each global batch is this
 rank's. `Held.replicas`: which ranks hold the same. The axes `pp` and `tp` of a mesh: which place
-in the model.
+in the model; `cp`: which positions of every sequence.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The layers in stages on several processes, for the training loop.
 
-Tensor parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. A step is, in this
-order: the schedule's actions, which end with the sum of tied gradients over stages; the average
-over replicas; the sum over tensor ranks of what each has whole; with ZeRO 1, in the place of the
-average, the reduction to shards.
-
-Replicas of an expert are fewer than those of other parameters, where ranks share experts: those
-that have the same one. Its gradient is a sum over the ranks that share it already, since positions
-of all of them came to it. So the mean over its replicas is divided by the number of those ranks.
+Tensor and context parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. A step
+is, in this order: the schedule's actions, which end with the sum of tied gradients over stages; the
+average over replicas; the sum over tensor ranks of what each has whole; with ZeRO 1, in the place
+of the average, the reduction to shards. Replicas of an expert are fewer than those of other
+parameters, where ranks share experts: those that have the same one. Its gradient is a sum over the
+ranks that share it already, since positions of all of them came to it. So the mean over its
+replicas is divided by the number of those ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layouts on a mesh, and what the mesh's tensor and expert axes change in them.
+"""Layouts on a mesh, and what the mesh's tensor, expert and context axes change in them.
 
 Ranks of the tensor axis share every layer: `CutTask` cuts a task's layers over them.
 
@@ -9,6 +9,9 @@ norms; with sequence parallelism its gradient is summed over the ranks.
 
 Ranks of the expert axis share the experts of every layer (experts/): of these each holds some. They
 meet inside a layer, so they run as many micro-batches; one that has fewer runs empty ones.
+
+Ranks of the context axis get the same micro-batches and take their positions of them (context.py).
+Losses and gradients add up over them, as over replicas.
 
 With one rank nothing changes.
 
@@ -183,8 +186,8 @@ class CutTask:
 
 
 class MeshLayout(LaidOutModel):
-    """A layout on a mesh: its tensor axis cuts the matrices, and its data axis deals the batch
-    out."""
+    """A layout on a mesh: its tensor axis cuts the matrices, its data and expert axes deal the
+    batch out, its context axis cuts the sequences."""
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
