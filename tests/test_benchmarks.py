@@ -42,11 +42,15 @@ STAGES = {
     "use_cores": list,
 }  # fmt: skip  (the session keeps its cores)
 CUT = {"WIDTH": 24, "VOCABULARY": 64, "T": 8, "PUBLISHED": 65}
+FEW = {"EXPERTS": 4, "WIDTH": 16, "POSITIONS": 32, "use_cores": list}
+SMALLEST = {"EXPERTS": 4, "B": 4, "T": 8, "VOCABULARY": 64, "CONFIG": TOKENS["CONFIG"]}
 CASES: dict[str, tuple[str, str, dict[str, Any], list[Any]]] = {
     "replicated": ("data_parallel", "_speed", TOKENS, [{}, data_parallel.REPLICATED]),
     "sharded": ("data_parallel", "_speed", TOKENS, [{"n_layer": 2}, data_parallel.SHARDED]),
     "pipeline": ("pipeline", "_rank", STAGES, [[0]]),
     "tensor": ("tensor", "_speed", CUT, []),
+    "products of experts": ("experts", "_products", FEW, [0.5]),
+    "experts": ("experts", "_steps", SMALLEST, []),
 }
 
 
