@@ -116,6 +116,23 @@ def test_every_way_to_compute_a_block_is_the_same() -> None:
             torch.testing.assert_close(kernel, products, rtol=0, atol=1e-11)
 
 
+def test_a_kernel_for_16_bits_is_the_same() -> None:
+    """On a GPU, where the tests see one. Compared with products of the same numbers in fp32."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q, k, v, d = (t.to(device) for t in inputs(torch.bfloat16))
+    for causal, keys in ((True, T), (False, T // 2)):
+        found = []
+        for dtype, dropped in ((torch.bfloat16, None), (torch.float32, lambda weights: weights)):
+            some = q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype)
+            out, log_sum = blocks.forward(*some, causal, dropped)
+            gradients = blocks.backward(d.to(dtype), *some, out, log_sum, causal, dropped)
+            found.append([out, log_sum, *gradients])
+        for kernel, products in zip(*found, strict=True):
+            largest = products.abs().max()
+            assert kernel.shape == products.shape
+            assert (kernel - products).abs().max() < 2**-6 * largest
+
+
 def drawn(rank: int, _: int, keys: int | None) -> tuple[bool, bool, float]:
     """Whether two calls drop the same, after the same seed and without; and the share they drop."""
     ring = Ring(Communicator(dist.group.WORLD))

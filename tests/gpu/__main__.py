@@ -43,7 +43,10 @@ Line = tuple[str, str]  # what was checked, and why it failed; empty: it held
 
 SMALL = "--model gpt2-mini --n_train 256 --n_validation 64 --n_test 16 --batch_size 32 --dropout 0"
 EQUAL = f"{SMALL} --num_batches 4 --check_weights --check_output"
-TESTED = ("tests/pipeline/test_pipe.py", "tests/pipeline/test_randomness.py")
+TESTED = (
+    "tests/pipeline/test_pipe.py", "tests/pipeline/test_randomness.py",
+    "tests/context_parallel/test_attention.py",
+)  # fmt: skip
 
 
 def programs(n: int) -> list[list[str]]:
@@ -60,6 +63,7 @@ def programs(n: int) -> list[list[str]]:
         [f"train.py fsdp --world_size {n} {EQUAL} --workdir fsdp"],
         [f"train.py pipeline --world_size {n} {EQUAL} --schedule zb --workdir pipeline"],
         [f"train.py tensor --world_size {heads} {EQUAL} --workdir tensor"],
+        [f"train.py context --world_size {heads} {EQUAL} --precision bf16 --workdir context"],
         ["train.py single --vgg_width 16 --n_train 256 --n_validation 64 --num_batches 4"],
     ]  # fmt: skip
 
@@ -110,6 +114,7 @@ VERIFIED = (
     "fsdp2-zero3-recompute_always", "pipeline2-gpipe-m3", "pipeline2-zb-clipped",
     "pipeline2-zbv-v2_m8", "pipeline2-1f1b-twice", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
     "mesh4-2x1x2-sequence-zero3", "mesh4-1x2x2-sequence", "mesh4-2x2x1-zero1",
+    "context2-ring", "context2-heads-no_dropout",
 )  # fmt: skip
 
 

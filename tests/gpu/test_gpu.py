@@ -43,5 +43,5 @@ def test_its_command_lines_fit_any_number_of_gpus(
     monkeypatch.setattr("torch.cuda.device_count", lambda: n)
     lines = [line.replace(".py", "", 1) for chain in gpu.programs(n) for line in chain]
     found = [parse(f"{line} --device cuda") for line in lines if not line.startswith("generate")]
-    assert len(found) == 9
+    assert len(found) == 10
     assert [args.tp for args in found if args.strategy == "tensor"] == [{3: 2, 8: 4}.get(n, n)]
