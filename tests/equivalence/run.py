@@ -1,14 +1,12 @@
 """Checks many rows, each on the ranks that it needs.
 
 A process needs seconds to import its libraries, so ranks are started once per world size and given
-all rows of that size, one after the other. The rows of one process are checked in a thread beside
-the others: ranks that wait for each other leave the cores idle for a third of the time.
+all rows of that size, one after the other.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,15 +61,10 @@ def check_all(
     problems = dict.fromkeys(row.problem for row in rows)
     references = {problem: plain(problem, n_steps, dtype) for problem in problems}
     run = Run(references, n_steps, dtype, device, show)
-    here: list[Result] = []
-    alone = [row for row in rows if row.ranks == 1]
-    beside = threading.Thread(target=_check_here, args=(run, alone, here), daemon=True)
-    beside.start()
-    on_ranks: list[Result] = []
+    results = [_check_here(run, row) for row in rows if row.ranks == 1]
     for W in sorted({row.ranks for row in rows} - {1}):
-        on_ranks += _check_on_ranks(run, W, [row.name for row in rows if row.ranks == W])
-    beside.join()
-    return here + on_ranks
+        results += _check_on_ranks(run, W, [row.name for row in rows if row.ranks == W])
+    return results
 
 
 def comparable(row: Row, device: str) -> Row:
@@ -82,16 +75,14 @@ def comparable(row: Row, device: str) -> Row:
     return replace(row, problem=replace(row.problem, dropout=0.0))  # type: ignore[call-arg]
 
 
-def _check_here(run: Run, rows: Sequence[Row], results: list[Result]) -> None:
-    torch.set_num_threads(1)  # each thread has its own number
-    for row in rows:
-        try:
-            results.append(run.check(row, World(device=choose_device(run.device, 0, 1))))
-        except BaseException as error:
-            traceback.print_exc()
-            failure = f"{type(error).__name__}: {error}"
-            results.append(Result(row.name, run.n_steps, failure=failure))
-            run.show(results[-1])
+def _check_here(run: Run, row: Row) -> Result:
+    try:
+        return run.check(row, World(device=choose_device(run.device, 0, 1)))
+    except Exception as error:
+        traceback.print_exc()
+        result = Result(row.name, run.n_steps, failure=f"{type(error).__name__}: {error}")
+        run.show(result)
+        return result
 
 
 def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]:
