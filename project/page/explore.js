@@ -46,11 +46,18 @@ function workOf(chosen) {
   return { seconds: (kind, stage) => (of[kind] / chunks) * slow(stage), recompute: () => 0, transfer: chosen.message, exchange: 0, update: 0 };
 }
 
+// The validator reads the stages off the lists. This says, in its words, which of them is gone whole.
+function missing(chosen, shown) {
+  const left = new Set(shown.flat().map(([, stage]) => stage));
+  const first = startOf(chosen).flat().find(([, stage]) => !left.has(stage));
+  return first ? `stage ${first[1]}: ${first[0]}${first[2]} is there 0 times, not 1` : "";
+}
+
 // Everything that is shown of some lists. What breaks them is the validator's sentence, or empty.
 function stepOf(chosen, shown) {
   const work = workOf(chosen);
   const step = simulate(shown, work);
-  const broken = validate(shown, chosen.m);
+  const broken = validate(shown, chosen.m) || missing(chosen, shown);
   const held = mostHeld(shown, chunksOf(chosen));
   return { ...step, work, broken, held, gaps: broken ? [] : gapsOf(shown, work) };
 }
@@ -67,15 +74,16 @@ function draw(step) {
       return { ...timed, never: k >= step.rows[rank].length };
     });
   });
-  const total = Math.max(...rows.flat().map(({ end }) => end));
+  const total = Math.max(...rows.flat().map(({ end }) => end), 0) || 1; // also if all actions are gone
   const shortest = Math.min(...rows.flat().map(({ start, end }) => end - start));
+  const first = lists.findIndex((row) => row.length); // its first action is where the tabulator stops
   const most = Math.max(1, ...step.held, puzzle()?.held ?? 0);
   const place = ({ start, end }) => `left:${100 * start / total}%;width:${100 * (end - start) / total}%`;
   const gapAt = (gap) => {
     const parts = Object.entries(gap.causes).map(([cause, part]) => `<i class="${cause}" style="flex:${part / (gap.end - gap.start)}"></i>`);
     return `<button type="button" class="gap" tabindex="-1" style="${place(gap)}" title="${inWords(gap)}" aria-label="${inWords(gap)}">${parts.join("")}</button>`;
   };
-  const letters = Math.max(...lists.flat().map((action) => titleOf(action).length));
+  const letters = Math.max(1, ...lists.flat().map((action) => titleOf(action).length));
   lanes.style.minWidth = `${5.5 + Math.min(240, total / shortest * (0.6 + 0.4 * letters))}rem`; // all can be read
   lanes.innerHTML = rows.map((row, rank) => {
     const busy = row.reduce((sum, { start, end, never }) => sum + (never ? 0 : end - start), 0);
@@ -85,7 +93,7 @@ function draw(step) {
       const name = `${titleOf(action)}, stage ${action[1]}, rank ${rank}, ${when}`;
       const chosen = selected && selected[0] === rank && selected[1] === k;
       return `<button type="button" class="${action[0]}${never ? " never" : ""}" data-k="${k}" aria-label="${name}" title="${name}"
-        aria-pressed="${chosen}" tabindex="${chosen || (!selected && !rank && !k) ? 0 : -1}" style="${place(timed)}">${titleOf(action)}</button>`;
+        aria-pressed="${chosen}" tabindex="${chosen || (!selected && rank === first && !k) ? 0 : -1}" style="${place(timed)}">${titleOf(action)}</button>`;
     });
     const gaps = step.gaps.filter((gap) => gap.rank === rank).map(gapAt);
     const idle = step.broken ? "" : `<small>${Math.round(100 * (1 - busy / total))} % idle</small>`;
@@ -254,7 +262,8 @@ function undo() {
   if (!undone.length) return;
   [lists, selected, before, carried] = [undone.pop(), null, current, ""];
   show("The last change is undone. ");
-  if (document.activeElement === document.body) focusOn([0, 0]); // it was on an action, which is drawn anew
+  // It was on an action, which is drawn anew.
+  if (document.activeElement === document.body) focusOn(placeOf(lanes.querySelector("[data-k]")));
 }
 
 const buttonOf = (rank, k) => lanes.querySelector(`.lane[data-rank="${rank}"] [data-k="${k}"]`);

@@ -309,3 +309,28 @@ def test_it_is_whole_and_needs_no_run(page: Path, refusal: Refusal) -> None:
     said = refusal(report.main, [])
     assert "RUN is missing; `report.py workdir` or `report.py --explore` works" in said
     assert "--explore needs no RUN; " in refusal(report.main, ["--explore", "workdir"])
+
+
+def test_what_was_removed_whole_is_missing(window: Browser, page: Path) -> None:
+    """All actions of a stage, and then all of the page. To take back the last one works."""
+    window.open(page, "#puzzle=Hide+the+messages")
+
+    def empty(rank: int) -> None:
+        window.click(f'[data-rank="{rank}"] [data-k="0"]')
+        for _ in range(8):
+            window.press("Delete")
+        assert window.js("document.querySelector('#solved').textContent") == ""
+
+    empty(1)
+    assert window.text("#broken") == "stage 1: F0 is there 0 times, not 1"
+    window.click("[name=restart]")
+    empty(0)
+    empty(1)
+    assert window.text("#broken") == "stage 0: F0 is there 0 times, not 1"
+    focused = "document.activeElement.ariaLabel ?? document.activeElement.name"
+    window.press("z", CONTROL)
+    assert window.js(focused).startswith("B3, stage 1, ")
+    window.press("Delete")
+    window.click("[name=undo]")
+    window.press("Tab", SHIFT)  # from the buttons
+    assert window.js(focused).startswith("B3, stage 1, ")
