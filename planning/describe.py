@@ -120,7 +120,7 @@ class Layout:
     """
 
     gpus: int
-    """default in predict: dp x pp x tp, in search: one node"""
+    """default in predict: dp x cp x pp x tp, in search: one node"""
     dp: int = 1
     """replicas"""
     cp: int = 1
@@ -195,7 +195,7 @@ class Layout:
              f"--kv_heads {math.gcd(shared, heads)} works"),
             (self.batch_size % per == 0,
              f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
-             "every replica has whole micro-batches; "
+             "every replica must have whole micro-batches; "
              f"--batch_size {_up(self.batch_size, per)} works"),
             (not self.sequence_parallel or model.seq % self.tp == 0,
              f"--sequence_parallel --seq {model.seq} --tp {self.tp}: ranks have equal parts; "
@@ -212,8 +212,8 @@ class Layout:
              f"--ep {self.ep} --experts {model.experts} --dp {self.dp}: ranks have equally many "
              f"experts; --ep {math.gcd(model.experts, self.dp)} works"),
             (1 <= model.top_k <= model.experts,
-             f"--top_k {model.top_k} --experts {model.experts}: a position has at most all of "
-             f"them; --top_k {model.experts} works"),
+             f"--top_k {model.top_k} --experts {model.experts}: a position cannot have more "
+             f"experts than there are; --top_k {model.experts} works"),
             (self.zero < 2 or self.pp == 1,
              f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all gradients; "
              "--zero 1, or --pp 1, works"),
@@ -385,8 +385,10 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
         known["ffn"] = 4 * given["hidden"]
     given = known | given
     needed = ("layers", "hidden", "heads", "vocab", "seq")
-    if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"{', '.join(missing)} missing: give them, or a preset, such as gpt2-xl")
+    if missing := [f"--{name}" for name in needed if name not in given]:
+        raise ValueError(
+            f"{', '.join(missing)} missing: give them, or a preset, such as --model gpt2-xl"
+        )
     return Model(**given)
 
 

@@ -5,8 +5,8 @@ simulated in the order of their bounds, until a bound is above all that is asked
 finds what simulating all layouts would find.
 
 A prediction is off by a few percent (docs/planning.md), so layouts that differ by less than two
-such errors together are equal. Of these the search prefers the one with the fewest kinds of
-parallelism, then with the least memory.
+such errors together count as equal. Of these the search prefers the one with the fewest kinds of
+parallelism, then with the least memory in whole GiB, then the fastest.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any, get_type_hints
 
 from .cost import PricedStep
-from .describe import RANKS, Layout, Machine, Model, model_of
+from .describe import MODELS, RANKS, Layout, Machine, Model
 from .passes import group
 
 NAMES = tuple(
@@ -133,10 +132,9 @@ def slowest_equal(step: PricedStep) -> float:
 
 def preferred(steps: Sequence[PricedStep]) -> PricedStep:
     """Of steps, the fastest first: of those that are equal to the first, the one with the fewest
-    kinds of parallelism, and of these with the least memory. What is larger than all runs that the
-    planner has seen comes last."""
+    kinds of parallelism, of these the one with the least memory in whole GiB, and of these the
+    fastest. What is larger than all runs that the planner has seen comes last."""
     equal = [step for step in steps if step.seconds <= slowest_equal(steps[0])]
-    # The first of those with as much memory is the fastest.
     return min(equal, key=lambda step: (beyond(step), kinds(step.layout), round(step.memory_gb)))
 
 
@@ -152,9 +150,10 @@ def doubts(step: PricedStep) -> str:
     """How sure all of this is, in a few lines."""
     where = step.machine
     said = (
-        f"Two of three runs that the planner had not seen took within {where.error:.0%} of what it "
-        f"said. Layouts that differ\nby less than {math.sqrt(2) * where.error:.1%} are equal: the "
-        "first has the fewest kinds of parallelism of them, then the least memory."
+        f"Two out of three unseen runs came within {where.error:.0%} of the prediction. Layouts "
+        f"that differ by less than {math.sqrt(2) * where.error:.1%} count\nas equal. Of these the "
+        "first row uses the fewest kinds of parallelism; ties go to the least memory in whole "
+        "GiB, then to the fastest."
     )
     if step.layout.cp > 1 or step.layout.ep > 1:
         said += (
@@ -208,8 +207,13 @@ def why(best: PricedStep, other: PricedStep) -> str:
     as fast for all that is known."""
     slower = other.seconds / best.seconds - 1
     if other.seconds <= slowest_equal(best):
-        more = f"{other.memory_gb - best.memory_gb:+.0f} GiB"
-        return f"equal ({slower:+.1%}), with {more}; kinds of parallelism: {kinds(other.layout)}"
+        more = other.memory_gb - best.memory_gb
+        memory = f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
+        if memory.startswith("0.0"):
+            memory = "as much memory"
+        number = kinds(other.layout)
+        noun = "kind" if number == 1 else "kinds"
+        return f"equal ({slower:+.1%}): it needs {memory}, and {number} {noun} of parallelism"
     if other.layout.recompute != "never" == best.layout.recompute:
         return f"{slower:.1%} slower: it computes every forward twice"
     grown = {part: seconds - best.parts[part] for part, seconds in other.parts.items()}
@@ -237,6 +241,19 @@ def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
     )
 
 
+def untrainable(model: Model, layout: Layout) -> str:
+    """The options of plan.py with which this was priced and that train.py does not have."""
+    options = {
+        f"--ffn {model.ffn}": model.ffn != 4 * model.hidden,
+        f"--kv_heads {model.kv_heads}": model.kv_heads not in (None, model.heads),
+        "--gated_mlp": model.gated_mlp,
+        "--tied false": not model.tied,
+        "--precision fp16 (bf16 works)": layout.precision == "fp16",
+        "--recompute selective (always works)": layout.recompute == "selective",
+    }
+    return ", ".join(option for option, priced in options.items() if priced)
+
+
 def command(model: Model, layout: Layout, machine: Machine, preset: str | None) -> str:
     """That trains with this layout. For several nodes, which share the ranks equally, it is typed
     on each, with FIRST_HOST and THIS_HOST replaced."""
@@ -247,11 +264,13 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 --rdzv-id my_run "
             "--local-addr THIS_HOST project/train.py"
         )
-    sizes = f"--n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
-    words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
-    usual = replace(model, experts=1, top_k=1)
-    if preset and replace(model_of(preset), seq=model.seq) == usual:
-        words = f"--model {preset}"
+    words = f"gpt2 --n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
+    if preset and preset.startswith("gpt2"):  # train.py has no other presets
+        known, sizes = MODELS[preset], ("layers", "hidden", "heads")
+        if all(getattr(known, size) == getattr(model, size) for size in sizes):
+            words = preset
+    # Without --vocab_size train.py takes as many tokens as its tokenizer learns.
+    words = f"--model {words} --vocab_size {model.vocab}"
     if model.experts > 1:
         words += f" --experts {model.experts} --top_k {model.top_k}"
     # train.py has the number of micro-batches in place of their size.

@@ -55,14 +55,14 @@ def is_it(word: str, known: Iterable[str]) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help whose first line only says that there are options: they are listed below it."""
+    """Help whose first line has the options that must be given: the others are listed below it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=118)
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: Any = None) -> None:
-        """As in argparse, which also names the commands of a program by it, without options."""
-        words = [action for action in actions if not action.option_strings]
+        """As in argparse, which also names the commands of a program by it."""
+        words = [action for action in actions if action.required or not action.option_strings]
         if prefix is None:
             words.append(argparse.Action([], "options", metavar="[options]"))
         super().add_usage(usage, words, groups, prefix)

@@ -47,7 +47,7 @@ from planning.describe import (
 )
 from planning.simulate import Simulation, Simulator, Work, with_times
 from project.command_line import Parser, helps_of, values_of
-from training.launch.errors import refuse
+from training.launch.errors import counted, refuse
 from training.options import count
 
 BAR = 30  # characters of a whole bar
@@ -157,8 +157,9 @@ def as_json(step: PricedStep) -> dict[str, Any]:
 def say_prediction(step: PricedStep) -> None:
     """Prints it."""
     layout, model = step.layout, step.model
+    m = layout.num_microbatches
     print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x {step.machine.name}: "
-          f"{search.options(layout)}, {layout.num_microbatches} micro-batches\n\n"
+          f"{search.options(layout)}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"{step.seconds:.4g} s per step   {step.tokens_per_second:,.0f} tokens/s   "
           f"{step.tflops:.1f} TFLOP/s per GPU   bubble {step.bubble:.1%}\n\n"
           "Where the time goes")  # fmt: skip
@@ -191,7 +192,9 @@ def run_search(args: argparse.Namespace) -> None:
     fixed = {name: getattr(args, name) for name in search.NAMES}
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
-    command = search.command(model, best[0].layout, where, args.model)
+    command = None
+    if not (lacking := search.untrainable(model, best[0].layout)):
+        command = search.command(model, best[0].layout, where, args.model)
     reasons = ["", *(search.why(best[0], step) for step in best[1:])]
     if args.json:
         steps = [as_json(step) | {"why": why} for step, why in zip(best, reasons, strict=True)]
@@ -209,8 +212,9 @@ def run_search(args: argparse.Namespace) -> None:
               f"{step.memory_gb:6.1f}  {search.options(step.layout)}")  # fmt: skip
         if why:
             print(f"{'':46}{why}")
-    print(f"\n{search.doubts(best[0])}\n\n{command}")
-    if command.startswith("torchrun"):
+    print(f"\n{search.doubts(best[0])}\n")
+    print(command or f"No command trains this: train.py has no {lacking}.")
+    if nodes > 1 and command:
         print("  (on every host; FIRST_HOST is the name of one of them, THIS_HOST its own)")
 
 
@@ -250,7 +254,7 @@ def run_simulate(args: argparse.Namespace) -> None:
             "peak_activations": peaks,
         }))  # fmt: skip
         return
-    print(f"{args.schedule}, {n} ranks, {m} micro-batches\n")
+    print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n")
     say_simulation(step, peaks)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planning.cost import PricedStep
+from planning.cost import GIB, Memory, PricedStep
 from planning.describe import Layout, machine, model_of
 from planning.search import command, cut, doubts, kinds, layouts, preferred, search, why
 from project.train import parse_train
@@ -36,7 +36,7 @@ def test_the_search_finds_what_trying_everything_finds(name: str, gpus: int, bat
     for other in best[1:]:
         slower = other.seconds / best[0].seconds - 1
         assert why(best[0], other).startswith(
-            (f"{slower:.1%} slower: ", f"equal ({slower:+.1%}), ")
+            (f"{slower:.1%} slower: ", f"equal ({slower:+.1%}): ")
         )
 
 
@@ -56,7 +56,14 @@ def test_of_equal_layouts_the_simplest_is_preferred() -> None:
     assert preferred([staged, step(1.08, dp=16)]) is staged
     sharded = step(1.055, dp=16, zero=1)
     assert preferred([staged, plain, sharded]) is sharded
-    assert why(sharded, staged).startswith("equal (-5.2%), with +")
+    assert why(sharded, staged).startswith("equal (-5.2%): it needs ")
+    quick, small = step(1.0, dp=16), step(1.05, dp=16)
+    for gib, taken, said in ((8.0, quick, "as much memory"), (8.2, quick, "0.2 GiB less"),
+                             (9.2, small, "1.2 GiB less")):  # fmt: skip
+        for each, size in ((quick, gib), (small, 8.0)):
+            vars(each)["memory"] = [Memory(size * GIB, 0, 0, 0, 0, 0)]
+        assert preferred([quick, small]) is taken  # the least memory in whole GiB, then the fastest
+        assert why(quick, small) == f"equal (+5.0%): it needs {said}, and 1 kind of parallelism"
     gathered = step(1.0, "h100-megatron", gpus=256, dp=256, zero=3)
     known = step(1.0, "h100-megatron", gpus=256, dp=128, tp=2)
     assert preferred([gathered, known]) is known
@@ -101,7 +108,10 @@ def test_why_a_layout_is_slower() -> None:
     for change, reason in (
         ({"recompute": "always"}, "% slower: it computes every forward twice"),
         ({"dp": 2, "pp": 8}, r"% slower: \d+% of the step is the filling and draining of its pipe"),
-        ({"zero": 1}, r"^equal \([+-]\d\.\d%\), with -\d+ GiB; kinds of parallelism: 1$"),
+        (
+            {"zero": 1},
+            r"^equal \([+-]\d\.\d%\): it needs \d\.\d GiB less, and 1 kind of parallelism$",
+        ),
     ):
         other = PricedStep(MODEL, replace(best.layout, **change), A100)
         assert re.search(reason, why(best, other))
@@ -129,11 +139,13 @@ def test_every_cut_divides_heads_and_the_mlp() -> None:
 def test_a_preset_is_named_if_its_sizes_are() -> None:
     """The length of sequences is an option of its own."""
     layout = Layout(8, dp=8, batch_size=64)
-    for model, words in (
-        (replace(MODEL, seq=512), "gpt2-medium "), (replace(MODEL, layers=5), "gpt2 --n_layer 5 "),
-    ):  # fmt: skip
-        line = command(model, layout, A100, "gpt2-medium")
-        assert f"train.py ddp --model {words}" in line
+    for model, preset, words in (
+        (replace(MODEL, seq=512), "gpt2-medium", "gpt2-medium --vocab_size 50257 "),
+        (replace(MODEL, vocab=512, experts=2), "gpt2-medium", "gpt2-medium --vocab_size 512 "),
+        (replace(MODEL, layers=5), "gpt2-medium", "gpt2 --n_layer 5 "),
+        (model_of("gpt3-175b"), "gpt3-175b", "gpt2 --n_layer 96 "),
+    ):
+        assert f"train.py ddp --model {words}" in command(model, layout, A100, preset)
 
 
 def test_nothing_fits_is_said() -> None:

@@ -174,7 +174,7 @@ EXPLAINED = {
 OTHERS = {
     "generate --help": "generate.py FOLDER [TEXT ...]",
     "plot timeline --help": "plot.py timeline RUN",
-    "plan search --help": "plan.py search",
+    "plan search --help": "plan.py search --batch_size BATCH_SIZE",
 }
 # Words that would be of other programs.
 FOREIGN = {

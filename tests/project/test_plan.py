@@ -24,6 +24,7 @@ from tests.project.conftest import Refusal
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "gpus 6: 4 gpus work"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 9 --dp 2 --micro_batch 4", "--batch_size 16 works"),
+        ("search --n_layer 2 --heads 2 --batch_size 8", "--hidden, --vocab, --seq missing"),
         ("predict --model gpt2 --batch_size 8 --tp 3 --seq 100 --sequence_parallel",
          "--seq 102 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
@@ -117,6 +118,25 @@ def test_this_computer_is_a_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert found["memory_limit_gb"] == 5
 
 
+def test_no_command_is_printed_if_train_lacks_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command would train another model than the one that was priced."""
+    model = "search --gpus 1 --batch_size 8 --top 1 --model gpt2"
+    for words, lacking in (
+        ("--ffn 1024", "--ffn 1024"),
+        ("--kv_heads 4", "--kv_heads 4"),
+        ("--gated_mlp --tied false", "--gated_mlp, --tied false"),
+        ("--precision fp16", "--precision fp16 (bf16 works)"),
+        ("--recompute selective", "--recompute selective (always works)"),
+    ):
+        main([*model.split(), *words.split()])
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"No command trains this: train.py has no {lacking}."
+        main([*model.split(), *words.split(), "--json"])
+        assert json.loads(capsys.readouterr().out)["command"] is None
+    main([*model.split(), "--kv_heads", "12", "--ffn", "3072"])
+    assert "train.py single --model gpt2 --vocab_size 50257 " in capsys.readouterr().out
+
+
 def test_ranks_are_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In a V each rank has two stages. What it holds is counted in micro-batches of the whole rank,
     as in plot.py."""
@@ -128,6 +148,13 @@ def test_ranks_are_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     line = f"schedule --schedule zbv --stages 4 --n_chunk 8 -o {tmp_path / 's.svg'}"
     plot.draw_figure(plot.parse_plot(line.split()))
     assert "a rank holds, at most: 4, 4, 4, 4" in (tmp_path / "s.svg").read_text()
+
+
+def test_one_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulate", "--stages", "1", "--num_microbatches", "1"])
+    main(["predict", "--model", "gpt2", "--batch_size", "1"])
+    said = capsys.readouterr().out
+    assert "1f1b, 1 rank, 1 micro-batch\n" in said and ", 1 micro-batch\n\n" in said
 
 
 def test_a_user_reads_no_rounding(capsys: pytest.CaptureFixture[str]) -> None:
