@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 from docstring_parser import parse_from_object
 
 from project.strategies import ONLY_SOME, STRATEGIES, page_of
-from training.launch.errors import exit_on_signals, open_streams, refuse
+from training.launch.errors import exit_on_signals, listed, open_streams, refuse
 from training.options import PROGRAMS, O, Options, flag, option_names
 
 # What options are called by the courses, and by many.
@@ -38,19 +38,31 @@ ALIASES = {
 INSTEAD = {"world_size": "--num_devices sets the stages", "num_devices": "--world_size works"}
 Words = Sequence[str] | None  # a command line; None: that of this process
 OPTION = re.compile(r"^--?[A-Za-z][\w-]*(?=\Z|=)")
+LONG = re.compile(r"^--[A-Za-z][\w-]*(?=\Z|=)")
 
 documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
 
 
 def underscored(words: Words) -> list[str]:
-    """A command line in which hyphens in the names of options are underscores: --n-epochs=3."""
-    given = sys.argv[1:] if words is None else words
-    return [OPTION.sub(lambda name: name[0][:2] + name[0][2:].replace("-", "_"), w) for w in given]
+    """A command line in which hyphens in the names of options are underscores: --n-epochs=3. A
+    short option has none, and -l1e-3 is one with its value."""
+    given = [*(sys.argv[1:] if words is None else words)]
+    options = before_text(given)
+    names = [LONG.sub(lambda name: f"--{name[0][2:].replace('-', '_')}", w) for w in options]
+    return names + given[len(options) :]
+
+
+def before_text(words: list[str]) -> list[str]:
+    """The words before --, after which there is text, however it looks."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 def is_it(word: str, known: Iterable[str]) -> str:
-    """The end of a message on a misspelt word: the known ones that are most like it, if any are."""
-    near = get_close_matches(word.lower(), list(known), 2, cutoff=0.75)
+    """The end of a message on a misspelt word: the known ones that begin with it; or those that are
+    most like it, if any are."""
+    names = list(known)
+    begun = [name for name in names if name.startswith(word.lower())][:2]
+    near = begun or get_close_matches(word.lower(), names, 2, cutoff=0.75)
     return f"; is it {' or '.join(near)}?" if near else ""
 
 
@@ -92,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return self._without_options(*parse(underscored(args), namespace))
 
     def _without_options(self, parsed: Any, left: list[str]) -> Any:
-        for word in left[: left.index("--")] if "--" in left else left:  # after it there is text
+        for word in before_text(left):
             if name := OPTION.match(word):
                 near = is_it(name[0], self._option_string_actions)
                 self.error(f"{name[0]}: there is no such option{near}")
@@ -111,6 +123,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option has its first name, and stands before what is said of it."""
         message = re.sub(r"^argument ([^/:]*)[^:]*: ", r"\1 ", message)
+        wrong_file = r"@\2: this file of options cannot be read (\1)"  # of @FILE alone
+        message = re.sub(r"^\[Errno \d+\] (.*): '(.*)'$", wrong_file, message)
         refuse(f"{self.prog.partition(' ')[0]}: error: {message}; --help explains all\n")
 
 
@@ -144,7 +158,9 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     own = ["strategy", *shown(kind, strategy)]
     for name in [name for name in typed if name not in own]:
         instead = INSTEAD.get(name, "leave it out")
-        parser.error(f"--{name}: only {' or '.join(owners(kind, name))} has it; {instead}")
+        having = owners(kind, name)
+        have = "has" if len(having) == 1 else "have"
+        parser.error(f"--{name}: only {listed(having, 'and')} {have} it; {instead}")
     if {"n_epochs", "num_batches"} <= typed.keys():
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     path = typed.get("dataset", "")
@@ -162,8 +178,12 @@ def strategy_first(parser: Parser, words: list[str]) -> list[str]:
         if word in STRATEGIES and not (i and words[i - 1] in with_value):
             return [word, *words[:i], *words[i + 1 :]]
     if words and not {"-h", "--help"} & {*words}:
-        given, choices = shlex.join(words), " or ".join(STRATEGIES)
-        parser.error(f"{given}: no strategy is named; it must be {choices}, as in: train.py ddp")
+        given, choices = shlex.join(words), listed(STRATEGIES, "or")
+        others = [word for word in words if word not in STRATEGIES and word[:1] != "-"]
+        near = next(filter(None, (is_it(word, STRATEGIES) for word in others)), "")
+        parser.error(
+            f"{given}: no strategy is named{near}; it must be {choices}, as in: train.py ddp"
+        )
     return words
 
 

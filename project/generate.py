@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,13 +41,21 @@ def folder(name: str) -> str:
     return name
 
 
+def opened(name: str) -> BinaryIO:
+    """A file of lines, or - for standard input."""
+    try:
+        return sys.stdin.buffer if name == "-" else Path(name).open("rb")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: it cannot be read ({error.strerror})") from None
+
+
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program if it cannot be right."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", type=folder, metavar="FOLDER", help="a workdir, a checkpoint, or a GPT-2's name")
     add("text", nargs="*", metavar="TEXT", help="lines of text; default: those of standard input")
-    add("--input", type=argparse.FileType("rb"), metavar="FILE", help="read the lines from it")
+    add("--input", type=opened, metavar="FILE", help="read the lines from it")
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")

@@ -111,7 +111,7 @@ def export(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None
         RunError: it cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--export {folder}: something is there; name a new folder")
+        raise UserError(f"--export {folder}: it already exists; name a new folder")
     with writing(f"--export {folder}"):
         model.float().save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -167,7 +167,7 @@ def test_what_cannot_be_written(pairs: Path) -> None:
     Path("full").mkdir()
     Path("full/notes.txt").touch()
     Path("file").touch()
-    for folder, why in (("full", "something is there"), ("file", "something is there"),
+    for folder, why in (("full", "it already exists"), ("file", "it already exists"),
                         ("file/inner", "cannot be written")):  # fmt: skip
         with pytest.raises((UserError, RunError), match=f"^--export {folder}: {why}"):
             export(*load_trained(str(pairs)), Path(folder))
@@ -193,10 +193,10 @@ def with_more_tokens(good: bytes) -> bytes:
 
 
 SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ("model.safetensors", lambda good: good[:1000], r"\(SafetensorError Error while "),
+    ("model.safetensors", lambda good: good[:1000], r"\(SafetensorError: Error while "),
     ("model.safetensors", without_a_bias, f"{MISSING} is missing, "),
     (CONFIG, with_field("vocab_size", 301),
-     r"\(ValueError transformer.wte.weight is \[300, 16\], config.json says \[301, 16\]\)"),
+     r"\(ValueError: transformer.wte.weight is \[300, 16\], config.json says \[301, 16\]\)"),
     (CONFIG, with_field("model_type", "bert"), "its model_type is bert"),
     (CONFIG, with_field("scale_attn_weights", False), "its scale_attn_weights is False, and here "),
     (CONFIG, with_field("scale_attn_by_inverse_layer_idx", True), "its scale_attn_by_inverse_l"),
@@ -205,7 +205,7 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
     (CONFIG, with_field("quantization_config", {"bits": 8}), "its quantization_config is {'bits'"),
     (CONFIG, with_field("n_inner", 63), "its n_inner is 63, not a multiple of its n_head"),
     (CONFIG, with_field("activation_function", "prelu"), "its activation_function is prelu, which"),
-    ("tokenizer.json", lambda _: b"{}", r"\(KeyError 'added_tokens'\)"),
+    ("tokenizer.json", lambda _: b"{}", r"\(KeyError: 'added_tokens'\)"),
     ("tokenizer.json", with_more_tokens, r"its tokenizer has \d+ tokens, not 256 to 300"),
 ]  # fmt: skip
 

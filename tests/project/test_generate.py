@@ -110,6 +110,10 @@ def test_what_is_drawn(trained: Trained) -> None:
 def test_where_a_line_ends(content: str, lines: list[str]) -> None:
     Path("lines.txt").write_bytes(content.encode())
     assert generate.read_lines(generate.parse_generate([".", "--input", "lines.txt"])) == lines
+    args = generate.parse_generate(
+        [".", "--top-k=3", "--temperature=1", "--", "--foo-bar", "--a-b=c"]
+    )
+    assert (args.top_k, generate.read_lines(args)) == (3, ["--foo-bar", "--a-b=c"])
 
 
 def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
@@ -130,7 +134,10 @@ def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
     code += "finally: assert 'torch' not in sys.modules"
     for words, said in (
         (["nowhere"], "FOLDER nowhere: there is no such folder; the --workdir of a run works, or"),
-        (["work", "--input", "nothing"], "--input can't open 'nothing': [Errno 2] No such file"),
+        (
+            ["work", "--input", "nothing"],
+            "--input nothing: it cannot be read (No such file or directory);",
+        ),
     ):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
         begin = f"generate.py: error: {said}"
@@ -191,7 +198,7 @@ def test_what_cannot_generate(trained: Trained, refusal: Refusal) -> None:
     refused(f"^TEXT: {not_utf8}", generate.read_lines, args)
     for wrong, why in (
         (["-x"], "-x: there is no such option"),
-        (["--input", "missing.txt"], "--input can't open 'missing.txt': [Errno 2] No such file"),
+        (["--input", "missing.txt"], "--input missing.txt: it cannot be read (No such file or dir"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--top_k", "3"], "--num_samples and --top_k sample: --temperature 0.8 works with them"),
         (["--num_samples", "3"], "--temperature 0.8 works"),

@@ -65,28 +65,31 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         (PP + "--n_chunk 0", f"--num_microbatches 0: it must be {COUNT}"),
         (DP + "--num-workers two", f"--world_size two: it must be {COUNT}"),
         (DP + "-w 0", f"--world_size 0: it must be {COUNT}"),
-        # Two options whose names are alike.
+        # One whose name begins so, and not one that is alike.
         (
             TRAIN.replace("ddp", "pipeline") + "--chunk 8",
-            "--chunk: there is no such option; is it --chunks or --n_chunk?",
+            "--chunk: there is no such option; is it --chunks?",
         ),
         # An option of another program, or strategy, by its other names too.
         (
             PP + "--world_size 2",
-            "--world_size: only run_data_parallel.py or train.py has it; "
+            "--world_size: only run_data_parallel.py and train.py have it; "
             "--num_devices sets the stages",
         ),
         (
             PP + "-w 2",
-            "--world_size: only run_data_parallel.py or train.py has it; "
+            "--world_size: only run_data_parallel.py and train.py have it; "
             "--num_devices sets the stages",
         ),
-        (DP + "--schedule zb", "--schedule: only run_pipeline.py or train.py has it; leave it out"),
+        (
+            DP + "--schedule zb",
+            "--schedule: only run_pipeline.py and train.py have it; leave it out",
+        ),
         (
             TRAIN + "--num_devices 2",
             "--num_devices: only run_pipeline.py has it; --world_size works",
         ),
-        (TRAIN + "--chunks=2", "--chunks: only pipeline or 3d has it; leave it out"),
+        (TRAIN + "--chunks=2", "--chunks: only pipeline and 3d have it; leave it out"),
         # What can be known without torch.
         *(
             (f"{program}--dataset {path}", f"--dataset {path}: there is no such file or folder")
@@ -110,6 +113,7 @@ def test_flags_and_values() -> None:
     assert args.workdir == Path("my-runs")
     args = parse(DP + "--cores_per_worker 1 --accumulation_steps=5")
     assert (args.cores_per_rank, args.num_microbatches) == (1, 5)
+    assert parse(DP + "-l1e-3").learning_rate == 1e-3
 
 
 WORDS = "--zero=2 -w 3 -n5 -m 4 -b 24 -c 1 -l 0.5 --workdir ddp --check_weights"
@@ -140,7 +144,8 @@ def test_options_come_from_a_file_and_what_comes_later_counts(refusal: Refusal) 
         assert (args.strategy, args.world_size, args.batch_size) == ("fsdp", 3, 8)
         assert (args.n_epochs, args.resume) == (epochs, True)
     assert refused(DP + "@run.txt --resume", refusal) == "--resume fsdp: it must be true or false"
-    assert "No such file or directory: 'none.txt'" in refused(DP + "@none.txt", refusal)
+    said = "@none.txt: this file of options cannot be read (No such file or directory)"
+    assert refused(DP + "@none.txt", refusal) == said
     Path("wrong.txt").write_text("--batchsize 8\n")
     said = "--batchsize: there is no such option; is it --batch_size?"
     assert refused(DP + "@wrong.txt", refusal) == said

@@ -60,6 +60,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def listed(words: Iterable[str], last: str) -> str:
+    """A list as in a sentence: a, b and c. `last` is the word before the last one."""
+    *first, end = words
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
 class RunError(Exception):
     """The run cannot continue, and the text explains why, e.g. a NaN loss: programs print it as one
     line, without traceback, and end with its status."""

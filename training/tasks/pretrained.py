@@ -59,7 +59,7 @@ def check_pretrained(name: str) -> int:
 def first_sentence(error: BaseException) -> str:
     """The kind of an error of `transformers`, and what it says, without the advice that follows."""
     first, *_ = re.split(r"\. |\n", str(error), maxsplit=1)
-    return f"{type(error).__name__} {first[:160]}"
+    return f"{type(error).__name__}: {first[:160]}"
 
 
 class Pretrained:

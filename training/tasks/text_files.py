@@ -9,7 +9,7 @@
 
 A file is of the split that it, or a folder that it is in, is named after: train, validation (also
 valid, val, dev) or test, before a dot or a dash. All others are train. Rows are read anew by each
-who iterates, some at a time.
+who iterates, a few at a time.
 
 A text to continue is read in pieces of documents, with None after each document:
 
@@ -26,15 +26,16 @@ import io
 import json
 import re
 import shlex
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.launch.errors import RunError, UserError, counted
+from training.launch.errors import RunError, UserError, counted, listed
 from training.launch.world import World
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
@@ -52,6 +53,7 @@ ABOUT_DATA = re.compile(  # names of files about the data
     re.IGNORECASE,
 )
 MOST_NAMES = 3  # names of files in a line
+FIRST_ROWS = 1000  # in which the columns are looked for: a row may lack one
 END = "<|endoftext|>"  # GPT-2's own: after every document
 PIECE, READ = 4096, 1 << 20  # letters
 # Where byte-level BPE has no token on both sides.
@@ -93,17 +95,25 @@ class Source:
         """Whether it is plain text, and no pairs. Raises UserError if it is neither, or empty."""
         if self.in_pieces:
             return True
-        first = next((row for rows in self.rows.values() for row in rows), None)
-        if first is None:
+        row, names = None, dict[str, None]()
+        for row in islice(chain.from_iterable(self.rows.values()), FIRST_ROWS):
+            columns = _columns(row).keys()
+            if "text" in columns and not columns & {src, tgt}:
+                return True
+            if columns >= {src, tgt}:
+                return False
+            names |= dict.fromkeys(columns)
+        if row is None:
             raise UserError(f"--dataset {self.dataset}: it is empty{NO_NETWORK}")
-        columns = _columns(first).keys()
-        if "text" in columns and not columns & {src, tgt}:
-            return True
-        if columns >= {src, tgt}:
-            return False
+        if not names:
+            raise UserError(
+                f"--dataset {self.dataset}: a row is {row!r:.40}, and not columns by name; "
+                f'{{"{src}": "...", "{tgt}": "..."}} works'
+            )
         raise UserError(
-            f"--dataset {self.dataset}: its columns are {', '.join(map(str, columns))}, and not "
-            f"{src} and {tgt}; --src and --tgt name them, or a column named text holds plain text"
+            f"--dataset {self.dataset}: the columns of its first rows are {', '.join(names)}, and "
+            f"none has both {src} and {tgt}; --src and --tgt name them, or a column named text "
+            "holds plain text"
         )
 
 
@@ -202,7 +212,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     if not kinds:
         raise UserError(
             f"--dataset {dataset}: it has neither train.{src} and train.{tgt}, nor a file that "
-            f"ends in {', '.join([*READERS][:-1])} or {[*READERS][-1]}"
+            f"ends in {listed(READERS, 'or')}{_left_out(path, src)}"
         )
     if len(kinds) > 1:
         names = " and ".join(str(files[0].relative_to(path)) for files in kinds.values())
@@ -214,6 +224,18 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     for file in chain(*kinds.values()):
         groups.setdefault(split_of(*file.relative_to(path).parts), []).append((file,))
     return groups
+
+
+def _left_out(path: Path, src: str) -> str:
+    """Says which file of a folder looks like data and is none, if there is one."""
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        if file.suffix == f".{src}" and SPLIT_NAME.match(file.stem):
+            folder = shlex.quote(str(file.parent))
+            return f"; {name} is in a folder of its own, which --dataset {folder} takes"
+        if file.suffix.lower() in READERS:
+            return f"; {name} is left out: it is empty, hidden, or about the data by its name"
+    return ""
 
 
 def _missing_language(
@@ -302,9 +324,11 @@ def refused_if_unreadable(where: object, advice: str = "") -> Iterator[None]:
         raise
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
+        utf16 = not error.start and error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        code, encoding = ("utf-16", "UTF-16") if utf16 else ("latin1", "Latin-1")
         raise UserError(
             f"--dataset {where}: it is not UTF-8 ({error.reason}: byte {byte:#x}); text in UTF-8 "
-            "works, which `iconv -f latin1 -t utf-8` makes of Latin-1"
+            f"works, which `iconv -f {code} -t utf-8` makes of {encoding}"
         ) from error
     except Exception as error:  # the readers raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -370,7 +394,8 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from None
+                wrong = str(error).replace(": line 1 column", " at column")
+                raise ValueError(f"line {number}: {wrong}; a row per line works") from None
 
 
 def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, str]]:
@@ -392,7 +417,7 @@ def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, st
             if len(cells) > len(columns):
                 raise csv.Error(f"{len(cells)} cells, and the first line has {len(columns)}")
             if any(cells):
-                yield dict(zip(columns, cells, strict=False))
+                yield dict(zip_longest(columns, cells, fillvalue=""))
             begin = begin + 1 if tabs else reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"the row that begins in line {begin}: {error}") from None

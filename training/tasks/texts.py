@@ -4,12 +4,12 @@ Problem: --dataset must become examples, or one line that says what is wrong wit
 may be larger than memory.
 
 What it may be, and how it is read: text_files.py. A missing split is cut off the end of train. Rows
-with an empty text, and documents with blanks alone, are left out.
+without text, and documents with blanks alone, are left out.
 
-Idea: a split is no list. Its text is read anew each time that it is used, some lines at a time. The
-first start reads it twice, for what each start must know (`remembered`: how many examples, a hash,
-the test pairs), and keeps that in a folder that is named by the files' paths, sizes and times. A
-later start only looks whether that folder is there.
+Idea: a split is no list. Its text is read anew each time that it is used, a few lines at a time.
+The first start reads it twice, for what each start must know (`remembered`: how many examples, a
+hash, the test pairs), and keeps that in a folder that is named by the files' paths, sizes and
+times. A later start only looks whether that folder is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from training.files import TOKENS, json_text, moving, writing
-from training.launch.errors import UserError, counted
+from training.launch.errors import UserError, counted, listed
 from training.launch.world import World
 from training.options import Options
 
@@ -88,6 +88,11 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
             f"--dataset {dataset}: this is plain text, and the program translates; "
             f"project/train.py ddp --model gpt2-mini --dataset {shlex.quote(dataset)} learns it"
         )
+    if "train" not in source.rows:
+        raise UserError(
+            f"--dataset {dataset}: it has no train split, but {listed(source.rows, 'and')}; text "
+            "in a split named train works"
+        )
     keys, most = ((), {}) if plain else ((src, tgt), sizes)
     examine = partial(_examine, source, keys, most)
     facts = remembered(examine, world, args.workdir / TOKENS, source.identity, keys, most)
@@ -99,10 +104,11 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
         raise UserError(f"--dataset {dataset}: it has no text to learn; more text works")
     for split, pairs in {} if plain else splits.items():
         if len(pairs) < args.dp:
+            more = f"a larger --n_{split}" if len(pairs) == sizes[split] else "more text"
             raise UserError(
                 f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on "
                 f"both sides, and a run of {counted(args.dp, 'rank')} needs {args.dp} or more; "
-                f"a larger --n_{split}, or more text, works"
+                f"{more} works"
             )
     notes = [*source.notes, *facts["notes"]]
     return Texts(splits | facts["lists"], facts["hashes"], notes, plain)
@@ -121,7 +127,8 @@ def _examine(source: Source, keys: Sequence[str], sizes: Sizes) -> dict[str, Any
             ranges[split] = (split, 0, size)
         if skipped and not source.in_pieces:
             rows = counted(skipped.total(), "row")
-            notes.append(f"{split}: skipped {rows} with an empty text.")
+            sides = " on both sides" if keys else ""
+            notes.append(f"{split}: skipped {rows} without text{sides}.")
     if keys:
         ranges = _cut(ranges, sizes, notes)
     lists, hashes = dict[str, list[Pair]](), dict[str, str]()
@@ -141,7 +148,7 @@ def _cut(ranges: Ranges, sizes: Sizes, notes: list[str]) -> Ranges:
     have are cut off the end of train."""
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in ranges:
-            *_, size = ranges.get("train", ("train", 0, 0))
+            *_, size = ranges["train"]
             count = min(sizes[split] or TAKEN[split], -(-(size - 1) // 10))  # a pair stays
             ranges["train"] = ("train", 0, size - count)
             ranges[split] = ("train", size - count, count)

@@ -119,7 +119,7 @@ def test_line_i_translates_line_i(folder: Path) -> None:
         "test": pairs([(f"de test {i}", f"en test {i}") for i in range(3)]),
     }
     assert texts.notes == [
-        "train: skipped 1 row with an empty text.",
+        "train: skipped 1 row without text on both sides.",
         "test: all 3 pairs; --n_test 4 asks for more.",
     ]
 
@@ -208,6 +208,22 @@ def test_a_cell_in_quotes_may_have_lines_commas_and_quotes(tmp_path: Path) -> No
     book = 200_000 * "x"
     path.write_text(f'de,en\n"a\n""b"", c",d\n,\ne "f" g,\n{book},"{book}"\n')
     assert rows_of(path) == pairs([('a\n"b", c', "d"), ('e "f" g', ""), (book, book)])
+
+
+def test_a_row_may_lack_a_cell_also_the_first(tmp_path: Path) -> None:
+    """It is skipped, and the others count."""
+    rows = numbered(0, 9)
+    short = {
+        "csv": table("{x},{y}\n", "de,en\na\n")(rows),
+        "jsonl": b'{"de": "a"}\n' + to_jsonl(rows),
+    }
+    for ending, content in short.items():
+        path = tmp_path / f"pairs.{ending}"
+        path.write_bytes(content)
+        texts = load(path)
+        assert in_memory(texts)["train"] == pairs(rows[:7])
+        assert texts.notes[0] == "train: skipped 1 row without text on both sides."
+    assert rows_of(tmp_path / "pairs.csv")[0] == {"de": "a", "en": ""}
 
 
 def test_copies_of_the_files_of_a_split_are_no_languages(folder: Path) -> None:
@@ -318,7 +334,7 @@ def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
     path.write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     texts = load(path)
     assert in_memory(texts) == {"train": ["one", "two"]}
-    assert texts.notes == ["train: skipped 1 row with an empty text."]
+    assert texts.notes == ["train: skipped 1 row without text."]
     rows = {"train": [{"text": "one"}, {"text": f"a{END}b"}], "validation": [{"text": "three"}]}
     hub({split: Dataset.from_list(some) for split, some in rows.items()})
     found = load("some/texts").splits
@@ -484,17 +500,24 @@ SPOILT = [  # a file of the folder above
      "line i of valid-2.de must translate line i of valid-2.en"),
 ]  # fmt: skip
 ALONE = [
-    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
-     "and en; --src and --tgt name them"),
+    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: the columns of its first rows are "
+     "eo, en, and none has both de and en; --src and --tgt name them"),
     ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW + '{"de": 0, "en": "five"}\n', "--dataset {}: row 2 of train: de is 0, and "),
     ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de has "
      "'\\ud83d', half of a letter"),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3: "),
-    ("a.jsonl", "[1]\n", "--dataset {}: its columns are , and not de and en"),
+    ("a.jsonl", '["x"]\n5\n', "--dataset {}: a row is 5, and not columns by name; "
+     '{{"de": "...", "en": "..."}} works'),
+    ("a.jsonl", '{"de": "x"}\n{"en": "y"}\n', "--dataset {}: the columns of its first rows are "
+     "de, en, and none has both de and en"),
+    ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1: Expecting property name "
+     "enclosed in double quotes at column 2 (char 1); a row per line works)"),
+    ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "invalid start byte in line "
+     "1: byte 0xff); text in UTF-8 works, which `iconv -f utf-16 -t utf-8` makes of UTF-16"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
-     "sides, and a run of 1 rank needs 1 or more; a larger --n_validation"),
+     "sides, and a run of 1 rank needs 1 or more; more text works"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.csv", "de,en\n" + "a,b\n" * 3 + "ä,b\n", NOT_UTF8 + "invalid continuation byte in line 5"),
     ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
@@ -537,8 +560,21 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said
             "it has train.es and train.it, and no train.de or train.en; --src es --tgt it works",
         ),
         ("train.de", "it has train.de, and no train.en; line i of train.de must translate line i "),
+        (
+            "test.jsonl dev.jsonl",
+            "it has no train split, but validation and test; text in a split ",
+        ),
+        ("val.txt", "it has no train split, but validation; text in a split named train works"),
         ("a.jsonl b.txt", "it has files of 2 kinds, as a.jsonl and b.txt, and text is read from "),
-        (".hidden/a.txt LICENSE.txt", "it has neither train.de and train.en, nor a file that "),
+        (
+            ".hidden/a.txt LICENSE.txt",
+            "nor a file that ends in .txt, .jsonl, .json, .parquet, .csv or .tsv; "
+            ".hidden/a.txt is left out: it is empty, hidden, or about the data by its name",
+        ),
+        (
+            "more/train.de more/train.en",
+            "; more/train.de is in a folder of its own, which --dataset ",
+        ),
     ],
 )
 def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
