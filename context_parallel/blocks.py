@@ -59,13 +59,15 @@ def backward(
         return aten._scaled_dot_product_flash_attention_backward(
             *saved, *lengths, 0.0, causal, seed, seed
         )
-    weights = (_scores(q, k, causal) - log_sum[..., None]).exp().to(v.dtype)
+    weights = (_scores(q, k, causal) - log_sum[..., None]).exp()
     kept = dropped(weights) if dropped else weights
     # The softmax: weights * (d_weights - sum of weights * d_weights over all keys). That sum is
     # d_out * out, with dropout, too.
-    mean = (d_out * out).sum(-1, keepdim=True)
+    mean = (d_out.to(weights.dtype) * out).sum(-1, keepdim=True)
     d_scores = (kept * (d_out @ v.transpose(-2, -1)) - weights * mean) / math.sqrt(q.size(-1))
-    return d_scores @ k, d_scores.transpose(-2, -1) @ q, kept.transpose(-2, -1) @ d_out
+    d_scores = d_scores.to(q.dtype)
+    d_v = kept.to(v.dtype).transpose(-2, -1) @ d_out
+    return d_scores @ k, d_scores.transpose(-2, -1) @ q, d_v
 
 
 def _on_cpu(q: Tensor, dropped: Dropped) -> bool:

@@ -19,8 +19,9 @@ ranks have equal work. Backward computes the blocks again, from the joined sums.
 round once more; behind them go their gradients, to which every rank adds, and which end at home.
 
 Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) forward and 2 G (c-1)
-backward, and holds 2 G beside its own. Where dropout is on, blocks are plain products: masks are
-hashed from the positions of query and key (on a GPU, too), which no fused kernel does.
+backward. Beside its own it holds 2 G forward; backward, what leaves and arrives with gradients is
+twice as much, and two sums stay. Where dropout is on, blocks are plain products: masks are hashed
+from the positions of query and key (on a GPU, too), which no fused kernel does.
 
 Papers: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023;
 Brandon et al., "Striped Attention", 2023 (equal work).
@@ -44,7 +45,8 @@ from runtime.shared_memory import wide
 
 ALL = slice(None)
 DroppedBlock = Callable[..., Tensor] | None
-"""Drops weights of attention over the keys of a rank: of these rows and columns."""
+"""Drops weights of attention over the keys of the rank `owner`, of which a block is some rows and
+columns."""
 
 
 class Ring:
@@ -104,6 +106,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
+        """Sums of 16-bit numbers that stay here are 32-bit; those that travel are rounded."""
         q, k, v, out, log_sum = ctx.saved_tensors
         ranks, kv = ctx.ranks, torch.stack([k, v])
         d_q = d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
@@ -121,7 +124,7 @@ class _RingAttention(torch.autograd.Function):
             # from the ranks before this one, which add to them.
             kv, d_arrived = finish().tensor_split([len(leaving)])
             if step == 0:
-                d_q, d_own = d_queries, d_block
+                d_q, d_own = (t.to(wide(t)) for t in (d_queries, d_block))
                 continue
             d_q[:, :, rows] += d_queries
             if len(d_arrived):
@@ -130,7 +133,7 @@ class _RingAttention(torch.autograd.Function):
             else:
                 d_kv = F.pad(d_block, (0, 0, 0, q.size(2) - d_block.size(3)))
         d_own += _to_next(d_kv, ranks)()  # home
-        return d_q, *d_own, None, None
+        return d_q.to(q.dtype), *d_own.to(q.dtype), None, None
 
 
 def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 
 class Choice(NamedTuple):
-    """Of each position.
+    """Which experts see each position.
 
     Attributes:
         probabilities: [N, E].
@@ -83,7 +83,7 @@ class Balance(NamedTuple):
 
 
 def tally(choice: Choice, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each sequence, [B, E]: how often each expert was chosen, and the sum of its probabilities.
+    """How often each expert was chosen in each sequence, and the sum of its probabilities: [B, E].
 
     Args:
         real: [B, T], whether a position is none of padding. N is B T.

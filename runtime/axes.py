@@ -1,9 +1,9 @@
 """The table of a run's axes. Imports nothing.
 
 A run has a place in a mesh for every rank, dp x ep x cp x pp x tp (mesh.py). Whatever is done for
-each axis goes through `AXES`: the mesh and its groups, the values of --dp, --pp, --tp, the names of
-workdirs, the words of a run's first line. (What an axis means for a layout stands in that layout;
-the planner, which imports no runtime, prices axes by a table of its own.)
+each axis goes through `AXES`: the mesh and its groups, the values of --dp, --ep, --cp, --pp, --tp,
+the names of workdirs, the words of a run's first line. (What an axis means for a layout stands in
+that layout; the planner, which imports no runtime, prices axes by a table of its own.)
 
     axis   its ranks have                      and meet
     dp     other examples                      after backward: gradients are averaged
@@ -54,7 +54,7 @@ def named(lengths: Mapping[str, int]) -> str:
 
 
 def axes_in_words(lengths: Mapping[str, int]) -> str:
-    """The options of a mesh for a person: data 2 x pipeline 2 x tensor 1."""
+    """The ranks on every axis for a person: data 2 x pipeline 2 x tensor 1."""
     said = [axis for axis in AXES if axis not in SELDOM or lengths[axis] > 1]
     return " x ".join(f"{AXES[axis]} {lengths[axis]}" for axis in said)
 

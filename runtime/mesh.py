@@ -1,7 +1,9 @@
 """The mesh of a run: a rank's place on each axis, and the groups in which ranks work together.
 
-    rank = (dp * PP + pp) * TP + tp         2 x 2 x 2:   dp=0   pp=0  [0 1]      dp=1   pp=0  [4 5]
-                                                                pp=1  [2 3]             pp=1  [6 7]
+    rank = (((dp * EP + ep) * CP + cp) * PP + pp) * TP + tp
+
+    dp 2, pp 2, tp 2:   dp=0   pp=0  [0 1]      dp=1   pp=0  [4 5]
+                               pp=1  [2 3]             pp=1  [6 7]
 
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once

@@ -70,6 +70,7 @@ Count = Annotated[int, count]
 Size = Annotated[int | None, size]  # None: all
 Whole = Annotated[int, whole]
 Positive = Annotated[float, number_type(float, lambda x: 0 < x < math.inf, "positive and finite")]
+Coefficient = Annotated[float, number_type(float, lambda x: 0 <= x < math.inf, "0 or positive")]
 Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
@@ -258,7 +259,7 @@ class Axes:
     """experts that see a position: the most probable ones"""
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
-    balance_coefficient: Fraction = 0.01
+    balance_coefficient: Coefficient = 0.01
     """weight of the loss that is least if all experts are chosen alike; 0: none"""
     zero: ZeroStage | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from runtime.axes import axes_in_words
+from runtime.axes import axes_in_words, ranks_of
 from training.files import show
 from training.loop import run
 from training.options import O, Options
@@ -99,7 +99,7 @@ def layout_in_words(args: Options, model: LaidOutModel) -> str:
     unit = "stage" if devices and not model.ranks else "rank"
     words = f"{name}: {counted(devices or args.world_size, unit)}"
     if args.strategy == "3d":
-        words += f", {axes_in_words(vars(args))}"
+        words += f", {axes_in_words(ranks_of(vars(args)))}"
     if args.sequence_parallel:
         words += ", sequence parallel"
     if args.zero:

@@ -43,16 +43,17 @@ def own_positions(
     assert x.targets is not None
     targets = numbers_of_targets(x.targets) if x.targets.dim() == 2 else x.targets
     grid = x.hidden.new_full((B * T,), NO_LABEL).index_copy(0, targets, labels).view(B, T)
-    more = -T % multiple(ranks.size, tensor_ranks)
-    positions = zigzag(ranks.rank, ranks.size, T + more, x.hidden.device)
-    ids = F.pad(x.hidden, (0, more)).index_select(1, positions)
-    own = F.pad(grid, (0, more), value=NO_LABEL).index_select(1, positions).flatten()
-    if len(targets) == B * T and not more:
-        at = torch.arange(len(own), device=own.device)
+    padding = -T % multiple(ranks.size, tensor_ranks)
+    positions = zigzag(ranks.rank, ranks.size, T + padding, x.hidden.device)
+    ids = F.pad(x.hidden, (0, padding)).index_select(1, positions)
+    own_labels = F.pad(grid, (0, padding), value=NO_LABEL).index_select(1, positions).flatten()
+    if len(targets) == B * T and not padding:
+        own_targets = torch.arange(len(own_labels), device=own_labels.device)
     else:
-        at = (own != NO_LABEL).nonzero()[:, 0]
+        own_targets = (own_labels != NO_LABEL).nonzero()[:, 0]
     keys = mixed(x.keys, 0, ranks.rank) if isinstance(x.keys, int) else x.keys  # to draw from
-    return x._replace(hidden=ids, targets=at, keys=keys, positions=positions), own[at]
+    x = x._replace(hidden=ids, targets=own_targets, keys=keys, positions=positions)
+    return x, own_labels[own_targets]
 
 
 def rows_in_order(rows: Tensor, places: Tensor, ranks: Communicator) -> Tensor | None:

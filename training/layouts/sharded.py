@@ -23,12 +23,11 @@ from .tensor import MeshLayout
 class Sharded(MeshLayout):
     """Parameters, gradients and optimizer state in shards over the mesh's data axis."""
 
-    results_per_rank = True
-
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, cut_task = setup.args, self.cut_task
         self.together = self.replica  # they gather
+        self.results_per_rank = self.dp_size == world.world_size  # each has a part of the batch
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
         compute_dtype = torch.bfloat16 if args.precision == "bf16" else None
@@ -66,7 +65,7 @@ class Sharded(MeshLayout):
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
-        empty = self.empty()[0] if x is None and self.sharing.size > 1 else None
+        empty = self.no_sentences() if x is None and self.sharing.size > 1 else None
         output = cast(Tensor | None, self.fsdp.forward(empty if x is None else x))
         return None if x is None else output
 

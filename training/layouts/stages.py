@@ -187,7 +187,7 @@ class Staged(MeshLayout):
         if x is None and self.sharing.size == 1:  # this replica has no batch left
             return None
         with self.setup.autocast(self.devices[0]):  # an empty batch, where others need its experts
-            output = self.pipe.forward(self.empty()[0] if x is None else x, beside)
+            output = self.pipe.forward(self.no_sentences() if x is None else x, beside)
         return None if x is None else cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:

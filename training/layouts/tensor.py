@@ -226,6 +226,10 @@ class MeshLayout(LaidOutModel):
         """A micro-batch without examples."""
         return cast(ExpertTask, self.task).empty()
 
+    def no_sentences(self) -> Any:
+        """An input without examples, while `evaluating`: nobody balances experts then."""
+        return self.empty()[0]._replace(balance=None)
+
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
         """What the last layer returns, while `evaluating`; None on ranks that do not see it. `x` is

@@ -5,7 +5,7 @@
 The task makes the model and adds the balance loss (experts/routing.py) to its own. What the layers
 need for it travels with the micro-batch, as `Sequences.balance`: so the balance loss passes stages,
 shards and recomputation as activations do, and its gradient is scaled as the loss is. It is in no
-loss that is reported: of its value only the gradient stays.
+loss that is reported: it adds a gradient to the loss, and no value.
 """
 
 from __future__ import annotations

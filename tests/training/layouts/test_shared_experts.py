@@ -14,6 +14,7 @@ from tests.ranks import Ranks
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.optimization import make_optimizer
+from training.tasks.cache import Cache
 
 PROBLEM = Sentences(experts=4)
 
@@ -24,7 +25,7 @@ def layout(rank: int, world_size: int, **options: Any) -> Any:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     args = PROBLEM.options
     setup = Setup(replace(args, precision=precision), lambda ps: make_optimizer(args, ps))
-    build = mesh(world_size, 1, 1, **options)
+    build = mesh(world_size // options.get("cp", 1), 1, 1, **options)
     return build(PROBLEM.task(world, dtype), world, having(setup))
 
 
@@ -73,3 +74,24 @@ def test_routers_alone_are_gathered_in_float32(ranks: Ranks) -> None:
     for types in ranks.run(compute_types):
         for name, dtype in types.items():
             assert dtype == (torch.float32 if "router" in name else torch.bfloat16), name
+
+
+def translated(rank: int, world_size: int) -> None:
+    """The last rank has no sentence, and the others take two tokens of one each."""
+    model = layout(rank, world_size, ep=2, cp=2)
+    model.set_timeouts(5)
+    with model.evaluating():
+        cache = Cache([0], [3], torch.device("cpu"))
+        newest = torch.ones(1, 3, dtype=torch.long)
+        for _ in range(2 if rank < world_size - 1 else 0):
+            newest = model.next_tokens(newest, cache, 4)[:, None]
+            cache.extend()
+        model.end()
+    model.close()
+
+
+def test_a_rank_without_sentences_waits_for_those_alone_that_share_its_experts(
+    four_ranks: Ranks,
+) -> None:
+    """Not for those that have other positions: they balance nothing while they translate."""
+    four_ranks.run(translated)
