@@ -72,6 +72,6 @@ def explore() -> str:
     }
     return fill_template(
         PAGE / "explore.html",
-        catalogue={**GRID, "v_shaped": V_SHAPED, "lists": lists},
+        catalogue={"microbatches": GRID["microbatches"], "v_shaped": V_SHAPED, "lists": lists},
         scripts=scripts("simulate", "textbook", "explore"),
     )

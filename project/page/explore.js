@@ -4,7 +4,7 @@
 "use strict";
 
 const CAUSES = { fill: "the order of the lists", imbalance: "the last rank, which is slower", transfer: "messages on their way" };
-const { ranks: RANKS, microbatches, chunks: CHUNKS, v_shaped: vShaped, lists: catalogue } = JSON.parse(document.querySelector("#catalogue").textContent);
+const { microbatches, v_shaped: vShaped, lists: catalogue } = JSON.parse(document.querySelector("#catalogue").textContent);
 const form = document.querySelector("form");
 const [lanes, said, result] = ["#lanes", "#said", "#result"].map((name) => document.querySelector(name));
 
@@ -36,6 +36,9 @@ function startOf(chosen) {
   if (chosen.alone) start = start.map((row) => [...row].sort((a, b) => a[2] - b[2]));
   return start;
 }
+
+// Whether the lists are not those of the catalogue, or those with which a puzzle begins.
+const isChanged = (beginning) => JSON.stringify(lists) !== JSON.stringify(startOf(beginning));
 
 // What simulate() takes. The times are those of a rank: each of its chunks takes its part of them.
 function workOf(chosen) {
@@ -84,7 +87,7 @@ function draw(step) {
     return `<button type="button" class="gap" tabindex="-1" style="${place(gap)}" title="${inWords(gap)}" aria-label="${inWords(gap)}">${parts.join("")}</button>`;
   };
   const letters = Math.max(1, ...lists.flat().map((action) => titleOf(action).length));
-  lanes.style.minWidth = `${5.5 + Math.min(240, total / shortest * (0.6 + 0.4 * letters))}rem`; // all can be read
+  lanes.style.minWidth = `${5.5 + total / shortest * (0.6 + 0.4 * letters)}rem`; // all can be read
   lanes.innerHTML = rows.map((row, rank) => {
     const busy = row.reduce((sum, { start, end, never }) => sum + (never ? 0 : end - start), 0);
     const actions = row.map((timed, k) => {
@@ -145,7 +148,7 @@ function effect(step) {
   const longer = step.seconds - before.seconds;
   const time = Math.abs(longer) < 1e-9 ? `The step takes ${number(step.seconds)}, as before`
     : `The step takes ${number(step.seconds)}, ${number(Math.abs(longer))} ${longer > 0 ? "longer" : "less"}`;
-  const held = step.held.flatMap((most, rank) => (most === before.held[rank] ? [] : [`rank ${rank} now holds ${number(most)} at most, not ${number(before.held[rank])}`]));
+  const held = step.held.flatMap((most, rank) => (most === before.held[rank] ? [] : [`rank ${rank} now holds at most ${number(most)}, not ${number(before.held[rank])}`]));
   return `${[time, ...held].join("; ")}.`;
 }
 
@@ -161,7 +164,7 @@ function beside(step) {
     cells("idle, of all ranks' time", idles(step), idle, percent),
     cells("micro-batches held, at most", number(Math.max(...step.held)), held, number)];
   const alike = holds && settings.message === 0 && settings.last === 1;
-  const changed = undone.length || settings.alone || settings.split;
+  const changed = isChanged({ ...settings, alone: false, split: false });
   document.querySelector("#textbook tbody").innerHTML = rows.join("");
   document.querySelector("#when").textContent = !when ? "" : `The formulas are of ${schedule} and hold if ${when}. ` +
     (changed ? "Here the lists are others." : alike ? "So they do here." : "Here that is not so.");
@@ -188,8 +191,8 @@ function judge(step) {
   const most = Math.max(...step.held);
   const goals = goal.breaks ? [[`the lists end in a ${goal.breaks}`, step.broken.startsWith(goal.breaks)]] : [
     ["the lists can run", !step.broken],
-    [`a step takes ${goal.seconds} at most: ${lasts(step)}`, !step.broken && step.seconds <= goal.seconds + 1e-9],
-    ...(goal.held ? [[`a rank holds ${goal.held} at most: ${number(most)}`, most <= goal.held]] : []),
+    [`a step takes at most ${goal.seconds} (now ${lasts(step)})`, !step.broken && step.seconds <= goal.seconds + 1e-9],
+    ...(goal.held ? [[`a rank holds at most ${goal.held} (now ${number(most)})`, most <= goal.held]] : []),
   ];
   const solved = goals.every(([, reached]) => reached);
   document.querySelector("#task").textContent = goal.text;
@@ -203,7 +206,7 @@ function judge(step) {
 function show(note = "") {
   const step = stepOf(settings, lists);
   const { schedule, ranks, m } = settings;
-  const name = `${schedule}${undone.length ? ", changed by you" : ""}, ${plural(ranks, "rank")}, ${plural(m, "micro-batch").replace("batchs", "batches")}`;
+  const name = `${schedule}${isChanged(settings) ? ", changed by you" : ""}, ${plural(ranks, "rank")}, ${plural(m, "micro-batch").replace("batchs", "batches")}`;
   result.innerHTML = step.broken ? `<b>${name}: it cannot run.</b>` : `<b>${name}: a step takes ${number(step.seconds)}, and ranks are idle ${percent(step.bubble)} of it.</b>`;
   said.innerHTML = note + effect(step);
   draw(step);
@@ -224,8 +227,10 @@ function urlOf(chosen) {
 // Writes the settings into the controls and the URL, and starts anew.
 function begin(chosen) {
   const goal = PUZZLES.find(({ name }) => name === chosen.puzzle);
-  settings = goal ? { ...FREE, ...goal, puzzle: goal.name } : { ...chosen, alone: false };
+  settings = goal ? { ...FREE, ...goal, puzzle: goal.name } : { ...chosen, alone: false, puzzle: "" };
   if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = FREE.schedule;
+  const hasWhole = startOf({ ...settings, split: false }).flat().some(([kind]) => kind === "B");
+  settings.split = settings.split && hasWhole;
   [lists, undone, selected, before, carried] = [startOf(settings), [], null, null, ""];
   for (const control of form.querySelectorAll("[name]")) {
     if (control.type === "checkbox") control.checked = settings[control.name];
@@ -236,7 +241,7 @@ function begin(chosen) {
     if (shown) shown.value = settings[control.name];
   }
   form.elements.chunks.closest("label").hidden = settings.schedule !== "interleaved";
-  form.elements.split.closest("label").hidden = !startOf({ ...settings, split: false }).flat().some(([kind]) => kind === "B");
+  form.elements.split.closest("label").hidden = !hasWhole;
   history.replaceState(null, "", `#${urlOf(settings)}`);
   compare();
   show();
@@ -381,8 +386,10 @@ const fromUrl = () => {
     const value = typeof FREE[name] === "number" ? Number(text) : typeof FREE[name] === "boolean" ? text === "true" : text;
     if (value === value) chosen[name] = value;
   }
-  for (const [name, sizes] of [["ranks", RANKS], ["m", microbatches], ["chunks", CHUNKS]]) {
-    if (!sizes.includes(chosen[name])) chosen[name] = FREE[name];
+  chosen.m = microbatches.findLast((size) => size <= chosen.m) ?? microbatches[0];
+  for (const range of form.querySelectorAll("[type=range]:not([name=m])")) {
+    range.value = chosen[range.name]; // the browser takes the nearest value that the control can have
+    chosen[range.name] = Number(range.value);
   }
   begin(chosen);
 };

@@ -45,13 +45,13 @@ function textbook(schedule, n, m, v, { F, I, W }) {
     case "1f1b": return row(whole, [Math.min(m, n), "n, or m if that is less"], equal, true);
     case "sequential": return row([(n - 1) / n, "(n-1)/n"], [1, "1"], equal, true);
     case "zb": return row([early / (m * (F + I + W) + early), alike ? "(n-1)/(3m+n-1)" : "(n-1)(F+I-W) of m(F+I+W) + (n-1)(F+I-W)"],
-      [Math.min(m, n), "n, or m if that is less"], `m is n at least, W takes no longer than F or I, ${equal}`, m >= n && W <= Math.min(F, I));
+      [Math.min(m, n), "n, or m if that is less"], `m is at least n, W takes no longer than F or I, ${equal}`, m >= n && W <= Math.min(F, I));
     case "interleaved": return row([(n - 1) / (v * m + n - 1), "(n-1)/(vm+n-1)"],
       [n + (n - 1) / v, "n + (n-1)/v"], `n divides m, m is more than n, ${equal}`, m % n === 0 && m > n);
     case "zbv": return row([(n - 1) / (6 * m + n - 1), "(n-1)/(6m+n-1)"],
-      [n, "n"], `F, I and W take equally long, m is 2n at least, ${equal}`, alike && m >= 2 * n);
-    case "vhalf": return row(null, [Math.ceil((n + 1) / 2), "(n+1)/2, rounded up"], `m is n at least`, m >= n);
-    case "vmin": return row(null, [Math.ceil((n + 2) / 3), "(n+2)/3, rounded up"], `m is n at least`, m >= n);
+      [n, "n"], `F, I and W take equally long, m is at least 2n, ${equal}`, alike && m >= 2 * n);
+    case "vhalf": return row(null, [Math.ceil((n + 1) / 2), "(n+1)/2, rounded up"], `m is at least n`, m >= n);
+    case "vmin": return row(null, [Math.ceil((n + 2) / 3), "(n+2)/3, rounded up"], `m is at least n`, m >= n);
     default: return row(null, null, "", true);
   }
 }

@@ -205,8 +205,8 @@ def test_an_action_is_dragged_and_the_page_says_what_that_breaks(window: Browser
     lists[1].insert(2, lists[1].pop(3))  # F2 before B0
     assert simulated(lists, 1, 1, 1).seconds == 18 and peak_alive(lists) == [3, 3, 1]
     assert window.text("#said") == (
-        "F2 is now number 3 of 8 on rank 1. The step takes 18, as before; rank 1 now holds 3 at "
-        "most, not 2."
+        "F2 is now number 3 of 8 on rank 1. The step takes 18, as before; rank 1 now holds at "
+        "most 3, not 2."
     )
     # A backward before the forwards that it needs; then an action on another rank; then none.
     window.drag('[data-rank="0"] [data-k="3"]', '[data-rank="0"] [data-k="0"]', -9)
@@ -334,3 +334,45 @@ def test_what_was_removed_whole_is_missing(window: Browser, page: Path) -> None:
     window.click("[name=undo]")
     window.press("Tab", SHIFT)  # from the buttons
     assert window.js(focused).startswith("B3, stage 1, ")
+
+
+def test_lists_are_changed_only_while_they_differ(window: Browser) -> None:
+    """From those of the schedule: by halves, by a move, and not after the move back."""
+    same, others = "So they do here.", "Here the lists are others."
+    window.choose("split", True)
+    assert window.text("#when").endswith(others) and "split=true" in window.js("location.hash")
+    window.choose("schedule", "zb")  # has no whole backward
+    assert window.text("#when").endswith(same) and window.js("location.hash") == "#schedule=zb"
+    window.click('[data-rank="1"] [data-k="1"]')
+    window.press("ArrowRight", SHIFT)
+    assert window.text("#result").startswith("zb, changed by you, ")
+    assert window.text("#when").endswith(others)
+    window.press("ArrowLeft", SHIFT)
+    assert window.text("#result").startswith("zb, 4 ranks, ")
+    assert window.text("#when").endswith(same)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("#F=0&I=-3&W=9&message=-1&last=7", "#F=0.5&I=0.5&W=4&last=2"),
+        ("#ranks=99&m=11&chunks=0", "#ranks=8&m=10"),
+        ("#ranks=-1&m=0&F=x", "#ranks=2&m=1"),
+        ("#puzzle=foo&ranks=3", "#ranks=3"),
+    ],
+)
+def test_values_of_the_url_are_those_of_the_controls(
+    given: str, kept: str, window: Browser, page: Path
+) -> None:
+    """One that no control can have becomes one near it, or the usual one."""
+    window.open(page, given)
+    assert window.js("location.hash") == kept
+    assert "NaN" not in window.text("body")
+
+
+def test_every_label_can_be_read(window: Browser, page: Path) -> None:
+    """Also of the most and the shortest actions."""
+    window.open(page, "#schedule=interleaved&chunks=4&ranks=8&m=16&last=2")
+    buttons = "[...document.querySelectorAll('[data-k]')]"
+    assert window.js(f"{buttons}.length") == 8 * 4 * 16 * 2
+    assert window.js(f"{buttons}.filter((b) => b.scrollWidth > b.clientWidth).length") == 0
