@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
 SLOW = "zbv"  # of these: its lists take long to make
-USUAL = (("zero", 0), ("recompute", "never"), ("cp", 1), ("ep", 1), ("attention", "ring"))
+SHOWN = ("dp", "pp", "tp", "micro_batch", "precision")  # options that are said if usual, too
 MOST_SHARDED = 16  # nodes of a run with ZeRO-2 or 3
 FEWEST = 2048  # positions of a rank, where sequences are cut
 # By the part of a step that grows most, why a layout is slower; share: this part's of its step.
@@ -227,17 +227,12 @@ def why(best: PricedStep, other: PricedStep) -> str:
 
 def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
     """Those of plan.py, or some of them."""
+    shown = (*SHOWN, "schedule") if layout.pp > 1 else SHOWN
     given = {name: getattr(layout, name) for name in names}
-    if layout.pp == 1:
-        del given["schedule"], given["chunks"]
-    if layout.tp == 1:
-        del given["sequence_parallel"]
-    if layout.cp == 1:
-        del given["attention"]
     return " ".join(
-        f"--{k}" if v is True else f"--{k} {v}"
-        for k, v in given.items()
-        if v not in (None, False) and (k, v) not in USUAL
+        f"--{name}" if value is True else f"--{name} {value}"
+        for name, value in given.items()
+        if name in shown or value != getattr(Layout, name)
     )
 
 
