@@ -25,7 +25,7 @@ from statistics import fmean, quantiles
 
 from benchmarks.calibrate import calibrate
 from benchmarks.harness import Row, summarize, write_rows
-from planning.cost import PricedStep
+from planning.cost import GIB, PricedStep
 from planning.describe import Layout, machine, model_of
 from project.figures.compared import compare_step
 from project.figures.runs import Run
@@ -99,7 +99,7 @@ def of_threads(found: PricedStep) -> float:
     read = subprocess.run(
         [sys.executable, "-c", READER], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return int(read.stdout) / 2**20 + sum(m.gib - own + KEPT for m in found.memory)
+    return int(read.stdout) / 2**20 + sum(sum(m) / GIB - own + KEPT for m in found.memory)
 
 
 def say_errors(rows: Sequence[Row]) -> None:

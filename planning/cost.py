@@ -57,11 +57,6 @@ class Memory(NamedTuple):
     working: float  # of one block that is computed again, of the loss, of gathered parameters
     reserve: float  # the framework's own, and buffers of collectives
 
-    @property
-    def gib(self) -> float:
-        """The peak, in GiB."""
-        return sum(self) / GIB
-
 
 @lru_cache(maxsize=512)
 def _prepared(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
@@ -336,7 +331,7 @@ class PricedStep:
     @property
     def memory_gb(self) -> float:
         """GiB that the fullest GPU holds."""
-        return max(rank.gib for rank in self.memory)
+        return max(map(sum, self.memory)) / GIB
 
     @property
     def fits(self) -> bool:

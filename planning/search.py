@@ -151,18 +151,18 @@ def doubts(step: PricedStep) -> str:
     where = step.machine
     said = (
         f"Two out of three unseen runs came within {where.error:.0%} of the prediction. Layouts "
-        f"that differ by less than {math.sqrt(2) * where.error:.1%} count\nas equal. Of these the "
+        f"that differ by less than {math.sqrt(2) * where.error:.1%} count as equal.\nOf these the "
         "first row uses the fewest kinds of parallelism; ties go to the least memory in whole "
         "GiB, then to the fastest."
     )
     if step.layout.cp > 1 or step.layout.ep > 1:
         said += (
-            "\nNone cut its sequences or shared experts: what this costs is counted, not measured."
+            "\nNo run cut sequences or shared experts: what this costs is counted, not measured."
         )
     if not where.measured_nodes:
-        return f"{said}\nBut none was on this machine: nobody knows how wrong it is here."
+        return f"{said}\nBut no run was on this machine: nobody knows how wrong it is here."
     if most := beyond(step):
-        said += f"\nBut none was on more than {most} nodes: nobody knows how wrong it is here."
+        said += f"\nBut no run was on more than {most} nodes: nobody knows how wrong it is here."
     return said
 
 

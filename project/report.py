@@ -194,7 +194,7 @@ class Reported(Run):
         ranks = self.summary["world_size"]
         if self.priced is None or ranks < self.shape["pp"]:
             return []
-        stages = [held.gib * GIB for held in self.priced.memory]
+        stages = [sum(held) for held in self.priced.memory]
         return [stages[place_of(r, self.shape)["pp"]] for r in range(ranks)]
 
     def picture(self) -> Markup:

@@ -67,9 +67,9 @@ def test_of_equal_layouts_the_simplest_is_preferred() -> None:
     gathered = step(1.0, "h100-megatron", gpus=256, dp=256, zero=3)
     known = step(1.0, "h100-megatron", gpus=256, dp=128, tp=2)
     assert preferred([gathered, known]) is known
-    assert "none was on more than 16 nodes: nobody knows" in doubts(gathered)
+    assert "no run was on more than 16 nodes: nobody knows" in doubts(gathered)
     assert "within 6%" in doubts(known) and "nobody" not in doubts(known)
-    assert "none was on this machine" in doubts(step(1.0, "b200", dp=16))
+    assert "no run was on this machine" in doubts(step(1.0, "b200", dp=16))
     assert "counted, not measured" in doubts(step(1.0, dp=8, cp=2))
     assert "counted" not in doubts(staged)
 

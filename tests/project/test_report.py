@@ -231,7 +231,7 @@ def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
     assert priced.machine.tflops["bf16"] == four_cores.tflops["bf16"] / 2
     assert priced.machine.link_us == 2 * four_cores.link_us
     assert four_cores.shared(2) == four_cores
-    first, last = (held.gib * 2**30 for held in priced.memory)
+    first, last = map(sum, priced.memory)
     assert run.planned_memory() == 2 * [first, first, last, last] and first != last
     assert run.memory == 700_000_007 / 2**30
     threads = replace(run, folder=write_run(tmp_path, "pipeline1", num_devices=2, **about))
