@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
 SLOW = "zbv"  # of these: its lists take long to make
-SHOWN = ("dp", "pp", "tp", "micro_batch", "precision")  # options that are said if usual, too
+ALWAYS_SHOWN = ("dp", "pp", "tp", "micro_batch", "precision")  # also if usual
 MOST_SHARDED = 16  # nodes of a run with ZeRO-2 or 3
 FEWEST = 2048  # positions of a rank, where sequences are cut
 # By the part of a step that grows most, why a layout is slower; share: this part's of its step.
@@ -227,7 +227,7 @@ def why(best: PricedStep, other: PricedStep) -> str:
 
 def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
     """Those of plan.py, or some of them."""
-    shown = (*SHOWN, "schedule") if layout.pp > 1 else SHOWN
+    shown = (*ALWAYS_SHOWN, "schedule") if layout.pp > 1 else ALWAYS_SHOWN
     given = {name: getattr(layout, name) for name in names}
     return " ".join(
         f"--{name}" if value is True else f"--{name} {value}"
