@@ -1,6 +1,6 @@
 """Translates, or continues texts, with a GPT-2 that was trained here or elsewhere.
 
-A line in gives a line out, in the same order. A model that was trained on pairs translates; any
+Each input line gives one output line, in the same order. A model that was trained on pairs translates; any
 other one continues the line. An empty line is translated to an empty line, or continued as the
 beginning of a new text.
 

@@ -116,7 +116,7 @@ STRATEGIES = {
                        "sequence_parallel", hidden="vgg_width"),
     "context": Strategy("cp", False, "a part of every sequence on each rank, all of the batch "
                         "(GPT-2)", f"attention zero {EXPERTS}", hidden="vgg_width"),
-    "3d": Strategy(None, False, "replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2",
+    "3d": Strategy(None, False, "all of them together: --dp 2 --pp 2 --tp 2",
                    "dp cp pp tp schedule chunks balance sequence_parallel attention zero "
                    f"{EXPERTS} ep"),
 }  # fmt: skip

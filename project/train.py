@@ -44,7 +44,7 @@ class TrainOptions(Options):
     cores_per_rank: Count | None = 1
     """CPU cores per process"""
     workdir: Path = UNSET
-    """folder for results; default: workdir/ddp2 and so on, for 3d workdir/3d2x2x2"""
+    """folder for results; default: workdir, then the strategy and its ranks: workdir/ddp2"""
 
 
 if __name__ == "__main__":

@@ -256,11 +256,11 @@ class Axes:
     experts: Count | None = None
     """experts in the place of the MLP of each block (GPT-2); default: the one MLP"""
     top_k: Count = 2
-    """experts that see a position: the most probable ones"""
+    """experts for each position: the most probable ones"""
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
     balance_coefficient: Coefficient = 0.01
-    """weight of the loss that is least if all experts are chosen alike; 0: none"""
+    """weight of the balance loss, which is least if all experts are used alike; 0: none"""
     zero: ZeroStage | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the
     parameters, too; 3d has 1 and 3"""

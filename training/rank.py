@@ -100,6 +100,8 @@ def layout_in_words(args: Options, model: LaidOutModel) -> str:
     words = f"{name}: {counted(devices or args.world_size, unit)}"
     if args.strategy == "3d":
         words += f", {axes_in_words(ranks_of(vars(args)))}"
+    if args.cp > 1:
+        words += f", attention by {args.attention}"
     if args.sequence_parallel:
         words += ", sequence parallel"
     if args.zero:
