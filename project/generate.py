@@ -1,8 +1,8 @@
 """Translates, or continues texts, with a GPT-2 that was trained here or elsewhere.
 
-Each input line gives one output line, in the same order. A model that was trained on pairs translates; any
-other one continues the line. An empty line is translated to an empty line, or continued as the
-beginning of a new text.
+Each input line gives one output line, in the same order. A model that was trained on pairs
+translates; any other one continues the line. An empty line is translated to an empty line, or
+continued as the beginning of a new text.
 
     python project/generate.py workdir "Der Mann kauft das Ei."
     python project/generate.py workdir --input sentences.txt > translations.txt

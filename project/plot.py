@@ -65,9 +65,7 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--num_devices", "--stages", type=count, metavar="K", default=4,
            help="ranks; each has one stage, two where they stand in a V (4)")  # fmt: skip
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="(8)")
-    option(
-        "--chunks", type=count, metavar="V", help="stages per rank, for --schedule interleaved (2)"
-    )
+    option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved (2)")
     args = parser.parse_args(argv)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
