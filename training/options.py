@@ -124,8 +124,8 @@ class Data:
     """data"""
 
     dataset: str = "builtin"
-    """builtin; a folder with train.de, train.en, ...; a JSONL, CSV or Parquet file; or a dataset on
-    the hub"""
+    """builtin; a folder with train.de, train.en, ...; a JSONL, CSV, TSV or Parquet file, or a
+    folder of them; or a dataset on the hub"""
     n_train: Size = None
     """use at most this many training examples, or all; default: 5000 of the built-in text, all of
     your own data"""

@@ -125,12 +125,17 @@ def find_resume(args: Options) -> Resume:
     # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
-        then = " ".join(spelt(key, was[key]) for key in differ)
+        words = [spelt(key, was[key]) for key in differ]
+        had = " ".join(word for word in words if not word.startswith("no --"))
+        lacked = " ".join(word[3:] for word in words if word.startswith("no --"))
+        rows = [row for row in (("with", "use", had), ("without", "leave out", lacked)) if row[2]]
+        how = " and ".join(f"{word} {options}" for word, _, options in rows)
+        works = " and ".join(f"{word} {options}" for _, word, options in rows)
         here = {*differ} <= {*option_names(*PROGRAMS[args.PROGRAM])}
-        instead = f"use {then}" if here else "use the program that saved it"
+        instead = works if here else "use the program that saved it"
         raise UserError(
             f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
-            f"with {then}; {instead}, or another --workdir to start a new run"
+            f"{how}; {instead}, or use another --workdir to start a new run"
         )
     done, per_epoch = state["steps"], state["steps_per_epoch"]
     option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)

@@ -245,15 +245,19 @@ def test_what_apples_gpus_lack(line: str, said: str, monkeypatch: pytest.MonkeyP
 
 NAME = "000002-epoch1-step4"
 MADE = TINY + "--dropout 0 --n_epochs 2 "
-# What is typed now, and what the run was saved with.
+# What is typed now, how the run was saved, and what works.
 CHANGED = {
-    "--batch_size 5": "--batch_size 6",
-    "--model gpt2": "--model gpt2-mini",
-    "--dropout 0.1": "--dropout 0",
-    "--dataset 'my pairs'": "--dataset builtin",
-    "--n_train all": "--n_train 20",
-    "--src en --tgt de": "--src de --tgt en",
-    "--max_grad_norm 1": "no --max_grad_norm",
+    "--batch_size 5": ("with --batch_size 6", "use --batch_size 6"),
+    "--model gpt2": ("with --model gpt2-mini", "use --model gpt2-mini"),
+    "--dropout 0.1": ("with --dropout 0", "use --dropout 0"),
+    "--dataset 'my pairs'": ("with --dataset builtin", "use --dataset builtin"),
+    "--n_train all": ("with --n_train 20", "use --n_train 20"),
+    "--src en --tgt de": ("with --src de --tgt en", "use --src de --tgt en"),
+    "--max_grad_norm 1": ("without --max_grad_norm", "leave out --max_grad_norm"),
+    "--batch_size 5 --max_grad_norm 1": (
+        "with --batch_size 6 and without --max_grad_norm",
+        "use --batch_size 6 and leave out --max_grad_norm",
+    ),
 }
 
 
@@ -279,8 +283,8 @@ def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[st
     """What decides what is computed must stay, whatever program resumes it."""
     write_pairs(Path("my pairs"))
     programs = [DP + "--world_size 1 ", PP, "train single "]
-    for k, (now, then) in enumerate(CHANGED.items()):
-        said = f"{now} with --resume: {NAME} was saved with {then}; use {then}, or another "
+    for k, (now, (saved, works)) in enumerate(CHANGED.items()):
+        said = f"{now} with --resume: {NAME} was saved {saved}; {works}, or use another "
         said += "--workdir to start a new run\n"
         line = f"{programs[k % 3]} {MADE} --workdir {made} --resume {now}"
         assert ended(line, capfd) == (2, said)
