@@ -11,7 +11,7 @@ import pytest
 
 from planning.cost import GIB, Memory, PricedStep
 from planning.describe import Layout, machine, model_of
-from planning.search import command, cut, doubts, kinds, layouts, preferred, search, why
+from planning.search import command, cut, doubts, kinds, layouts, options, preferred, search, why
 from project.train import parse_train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +146,14 @@ def test_a_preset_is_named_if_its_sizes_are() -> None:
         (model_of("gpt3-175b"), "gpt3-175b", "gpt2 --n_layer 96 "),
     ):
         assert f"train.py ddp --model {words}" in command(model, layout, A100, preset)
+
+
+def test_options_that_differ_from_the_usual_are_shown_and_five_more() -> None:
+    """And the schedule, if there are stages."""
+    usual, more = "--dp 1 --pp 1 --tp 1 --micro_batch 1", "--zero 1 --precision bf16"
+    assert options(Layout(1)) == f"{usual} --precision bf16"
+    staged = usual.replace("--pp 1", "--pp 2")
+    assert options(Layout(2, pp=2, zero=1)) == f"{staged} --schedule 1f1b {more}"
 
 
 def test_nothing_fits_is_said() -> None:

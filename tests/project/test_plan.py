@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -83,6 +84,12 @@ def test_the_commands_of_the_documentation(run: Run) -> None:
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
         "FIRST_HOST:29400 --rdzv-id my_run --local-addr THIS_HOST project/train.py fsdp "
     )
+
+
+def test_the_documentation_shows_what_the_search_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    main(f"search {XL}".split())
+    printed = indent(capsys.readouterr().out, "    ").rstrip()
+    assert printed in Path(__file__).parents[2].joinpath("docs/planning.md").read_text("utf-8")
 
 
 def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> None:
