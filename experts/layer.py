@@ -106,7 +106,8 @@ class StackedLinear(nn.Module):
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         """[R, K] to [R, M], each segment of rows by its expert."""
         later = later_of(x, self.weight, self.bias)
-        w, b = self.weight, self.bias
+        w: Tensor = self.weight
+        b: Tensor = self.bias
         if x.dtype != w.dtype:  # autocast's; a stage keeps the narrower weights for a step
             cast = Tensor.to if later is None else later.cast
             w, b = cast(w, x.dtype), cast(b, x.dtype)
