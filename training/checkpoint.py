@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.unpickling import enum_member
 from training.files import json_text, writing
 
 from .launch.errors import UserError
@@ -453,6 +454,8 @@ _CLASSES = {
 
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_class = module.split(".")[0] in ("torch", "pathlib") and name in _CLASSES
         if not (is_class or is_dtype):

@@ -170,6 +170,10 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
         (pickle.dumps(Touch(touched)), asks),
         (pickle.dumps({"state_dict_metadata": Touch(touched)}), asks),
         (
+            b"cbuiltins\ngetattr\n(ctorch\nSize\nX\x05\x00\x00\x00counttR.",
+            r"\.metadata is damaged \(count is asked of .*, which is no enumeration\)",
+        ),
+        (
             b"ctorch.of_another_version\nSize\n.",
             r"\.metadata is damaged \(No module named 'torch.of_ano",
         ),

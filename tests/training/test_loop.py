@@ -78,7 +78,9 @@ def trace_second_step(rank: int, patches: pytest.MonkeyPatch, result: Path) -> N
             sys.setprofile(None)
             files = (Path(file) for file in entered if file.startswith(str(ROOT)))
             names = {str(file.relative_to(ROOT)) for file in files}
-            result.write_text("\n".join(name for name in names if not name.startswith("tests")))
+            libraries = {name for name in names if "site-packages" in name}  # of .venv
+            names = {name for name in names - libraries if not name.startswith("tests")}
+            result.write_text("\n".join(names))
         seeded(model, seed, number)
         if rank == 0 and number == 1:
             sys.setprofile(note)
