@@ -50,7 +50,7 @@ REASONS = {
 
 
 def divisors(number: int) -> list[int]:
-    """All of them."""
+    """All numbers that divide it, from 1 on."""
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
@@ -108,7 +108,7 @@ def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
 
 
 def one_of_each_cut(steps: Iterable[PricedStep]) -> list[PricedStep]:
-    """The first of each."""
+    """The first step of each cut of the model, in their order."""
     rows: dict[tuple[int, ...], PricedStep] = {}
     for step in steps:
         rows.setdefault(cut(step.layout), step)
@@ -250,8 +250,8 @@ def untrainable(model: Model, layout: Layout) -> str:
 
 
 def command(model: Model, layout: Layout, machine: Machine, preset: str | None) -> str:
-    """That trains with this layout. For several nodes, which share the ranks equally, it is typed
-    on each, with FIRST_HOST and THIS_HOST replaced."""
+    """The command that trains with this layout. On several nodes, which share the ranks equally, it
+    is typed on each, with FIRST_HOST and THIS_HOST replaced."""
     start = "python project/train.py"
     if (nodes := layout.nodes(machine.gpus_per_node)) > 1:
         start = (

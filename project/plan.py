@@ -136,7 +136,7 @@ def machine_named(name: str, network: str | None = None, link: str | None = None
 
 
 def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
-    """Those of the options."""
+    """The model and the machine that the options describe."""
     model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
     return model, machine_named(args.machine, args.network, args.link)
 

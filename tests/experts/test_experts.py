@@ -117,7 +117,7 @@ def test_the_router_computes_in_float32_under_autocast() -> None:
 
 
 def test_how_many_rows_go_where() -> None:
-    """Of four experts, of which each of two ranks has two."""
+    """Each of two ranks has two of four experts."""
     counts = [[1, 2, 3, 4], [5, 6, 0, 8]]  # by sender
     lengths, segments = segments_of(counts, rank=1)
     assert lengths == [[3, 7], [11, 8]]
@@ -126,7 +126,7 @@ def test_how_many_rows_go_where() -> None:
 
 
 def balance_of(probabilities: list[list[float]], lengths: list[int]) -> list[float]:
-    """Of sequences of equal width, with one expert for each position."""
+    """Sequences have equal width, and each position chooses one expert."""
     p = torch.tensor(probabilities, dtype=torch.float64)
     choice = Choice(p, p.argmax(-1)[:, None])
     n = torch.tensor(lengths)

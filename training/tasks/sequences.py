@@ -282,7 +282,8 @@ class SequenceTask(TrainingTask, ABC):
             tokenizer.add_special_tokens(self.special_tokens())
             tokenizer.save_pretrained(args.workdir)
             return
-        # Of plain text less is learned where a part of train is held out: which splits there are.
+        # The names of the splits count, too: without a validation file a part of plain text is held
+        # out, and the tokenizer learns from the rest.
         text = [*self._fingerprints], self._fingerprints["train"]
         folder = self._made_from("tokenizer", args.vocab_size, *text)
         made_once(folder, self.train_tokenizer)
