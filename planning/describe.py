@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -197,14 +196,9 @@ class Layout:
              f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
              "every replica must have whole micro-batches; "
              f"--batch_size {_up(self.batch_size, per)} works"),
-            (not self.sequence_parallel or model.seq % self.tp == 0,
-             f"--sequence_parallel --seq {model.seq} --tp {self.tp}: ranks have equal parts; "
-             f"--seq {_up(model.seq, self.tp)} works"),
             (self.stages <= model.layers,
              f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
              f"blocks, and the model has {model.layers}; fewer stages work"),
-            (self.chunks is None or self.pp > 1,
-             f"--chunks {self.chunks} --pp {self.pp}: one rank has one stage; leave --chunks out"),
             (self.attention == "ring" or heads % (self.cp * self.tp) == 0,
              f"--attention heads --cp {self.cp} --tp {self.tp} --n_head {heads}: ranks have whole "
              "heads; --attention ring works"),
@@ -304,66 +298,59 @@ def machine(
     """The machine of a YAML file, or of `machines/`, by its name, or of its own figures; with
     another network, a name or GB/s of a node, or other links, a name or GB/s of a GPU. Raises
     ValueError if there is none."""
-    figures: Figures = {"name": name, **own} if own else _read(name)
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    path = Path(name) if is_file else MACHINES / f"{name.lower()}.yaml"
+    figures: Figures = {"name": name, **own} if own else _read(path, name)
     for option, given, lines in (("network", network, NETWORKS), ("link", link, LINKS)):
         if given is not None:
             values = lines.get(given, (as_number(given),))
-            if not 0 < values[0] < math.inf:
+            if not is_number(values[0], above=0):
                 raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(lines)}")
             figures |= dict(zip((f"{option}_gbs", f"{option}_us"), values, strict=False))
-    known = get_type_hints(Machine, include_extras=True)
-    for figure in sorted(figures.keys() ^ known.keys()):
-        near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
-        if figure not in known:
-            raise ValueError(f"{name}: {figure} is no figure of a machine{near}")
-        raise ValueError(f"{name}: {figure} missing; `like: a100-80gb` takes it from another")
+    kinds = get_type_hints(Machine, include_extras=True)
+    for figure in sorted(figures.keys() ^ kinds.keys()):
+        wrong = "is missing" if figure in kinds else "is no figure of a machine"
+        raise ValueError(
+            f"{name}: {figure} {wrong}; `like: a100-80gb` takes all that a file does not say"
+        )
     for figure, value in figures.items():
-        if rule := _broken(figure, known[figure], value):
+        if words := choices(kinds[figure]):
+            fits, rule = value in words, " or ".join(words)
+        elif figure == "tflops":
+            fits = isinstance(value, dict) and all(is_number(x, above=0) for x in value.values())
+            rule = "numbers above 0 by precision, such as {bf16: 312}"
+        else:
+            divides = figure.endswith(("_gbs", "_efficiency", "_node"))
+            fits = kinds[figure] is str or is_number(value, above=0 if divides else -1e-9)
+            rule = "a number above 0" if divides else "a number, 0 or more"
+        if not fits:
             raise ValueError(f"{name}: {figure} is {value!r}, and must be {rule}")
     return Machine(**figures)
 
 
-def _broken(figure: str, kind: Any, value: Any) -> str:
-    """The rule that a figure of a machine breaks; empty: it keeps it."""
-    if known := choices(kind):
-        return "" if value in known else " or ".join(known)
-    if figure == "tflops":
-        kept = isinstance(value, dict) and value and value.keys() <= BYTES.keys()
-        kept = kept and not any(_broken("_gbs", float, each) for each in value.values())
-        return "" if kept else "numbers above 0 by precision, such as {bf16: 312}"
-    if kind is str:
-        return ""
-    divides = figure.endswith(("_gbs", "_efficiency", "_node"))
-    kept = isinstance(value, int | kind) and 0 <= value < math.inf and not (divides and value == 0)
-    number = "a whole number" if kind is int else "a number"
-    return "" if kept else number + (" above 0" if divides else ", 0 or more")
-
-
-def _read(name: str, *before: str) -> Figures:
-    """The figures of a machine; `before`: the one that is `like` it, and so on."""
-    file = Path(name).suffix in (".yaml", ".yml")
-    path = Path(name) if file else MACHINES / f"{name.lower()}.yaml"
+def _read(path: Path, said: str) -> Figures:
+    """The figures of a machine's file, and of those of `machines/` that it is ``like``."""
     if not path.is_file():
-        raise ValueError(f"--machine {name}: a YAML file, or one of {', '.join(machines())}")
+        raise ValueError(f"--machine {said}: a YAML file, or one of {', '.join(machines())}")
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--machine {name}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--machine {name}: a machine is a list of `figure: value`")
-    own = {"name": path.stem} | {str(figure): value for figure, value in content.items()}
-    if (like := own.pop("like", None)) is None:
-        return own
-    if like in (name, *before):
+        own: Figures = dict(yaml.safe_load(path.read_text("utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--machine {name}: `like: {like}` leads back to it; `like: a100-80gb` works"
-        )
-    return _read(str(like), name, *before) | own
+            f"--machine {said}: it is no list of `figure: value` ({' '.join(str(error).split())})"
+        ) from None
+    like = own.pop("like", None)
+    others = _read(MACHINES / f"{like}.yaml", f"{said}, like: {like}") if like else {}
+    return others | {"name": path.stem} | own
 
 
 def machines() -> list[str]:
     """The names of those that need no file of one's own."""
     return sorted(file.stem for file in MACHINES.glob("*.yaml"))
+
+
+def is_number(value: object, above: float) -> bool:
+    """Whether it is a finite number above another."""
+    return isinstance(value, int | float) and above < value < math.inf
 
 
 def as_number(text: str) -> float:

@@ -26,10 +26,7 @@ from tests.project.conftest import Refusal
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
         ("predict --model gpt2 --batch_size 9 --dp 2 --micro_batch 4", "--batch_size 16 works"),
         ("search --n_layer 2 --heads 2 --batch_size 8", "--hidden, --vocab, --seq missing"),
-        ("predict --model gpt2 --batch_size 8 --tp 3 --seq 100 --sequence_parallel",
-         "--seq 102 works"),
         ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
-        ("predict --model gpt2 --batch_size 8 --chunks 2", "--pp 1: one rank has one stage"),
         ("predict --model gpt2 --n_embd 100 --batch_size 8", "--n_embd 108 works"),
         ("predict --model gpt2 --batch_size 8 --cp 5 --attention heads", "--attention ring works"),
         ("predict --model gpt2 --experts 6 --dp 4 --ep 4 --batch_size 8", "--ep 2 works"),
@@ -101,14 +98,11 @@ def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> No
         ("memory_gbs: fast", "memory_gbs is 'fast', and must be a number above 0"),
         ("link_efficiency: 0", "link_efficiency is 0, and must be a number above"),
         ("host_us: -1", "host_us is -1, and must be a number, 0 or more"),
-        ("gpus_per_node: 2.5", "gpus_per_node is 2.5, and must be a whole number"),
         ("tflops: 312", "tflops is 312, and must be numbers above 0 by precision"),
-        ("tflops: {fp8: 1}", "numbers above 0 by precision, such as {bf16: 312}"),
         ("loss: chunked", "loss is 'chunked', and must be fused or plain"),
-        ("memori_gb: 10", "memori_gb is no figure of a machine; did you mean memory_gb?"),
-        ("1: 2", "1 is no figure of a machine"),
-        ("like: 5", "--machine 5: a YAML file, or one of"),
-        (f"like: {own}", f"`like: {own}` leads back to it; `like: a100-80gb` works"),
+        ("memori_gb: 10", "memori_gb is no figure of a machine; `like: a100-80gb`"),
+        ("- 2", "it is no list of `figure: value`"),
+        ("like: 5", "like: 5: a YAML file, or one of"),
     ):
         own.write_text(figure if "like" in figure else f"like: a100-80gb\n{figure}", "utf-8")
         assert message in refusal(run, f"predict {XL} --dp 16 --machine {own}")
