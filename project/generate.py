@@ -66,7 +66,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_new_tokens", type=count, default=128, metavar="N",
         help="per line out, as far as the model's length allows [128]")  # fmt: skip
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip
     args = parser.parse_intermixed_args(argv)  # text may follow options
     if bool(args.text) + bool(args.input) + bool(args.export) > 1:
@@ -164,7 +164,7 @@ def main() -> None:
         print(f"Model and tokenizer, for transformers, are in {args.export}/.")
         return
     lines = read_lines(args)
-    device = choose_device(args.device, 0, 1)
+    device = choose_device(args.device)
     for texts in continuations(*load_trained(args.trained, device), lines, args):
         print("\n".join(texts), flush=True)
 

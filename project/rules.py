@@ -86,7 +86,7 @@ def settled_ranks(args: O, usual: int = 2) -> O:
 
 def settled(args: O) -> O:
     """With the model, the learning rate, the sizes of splits, and how many steps are recorded."""
-    kind = choose_device(args.device, 0, args.world_size).type
+    kind = choose_device(args.device).type
     new: dict[str, Any] = {"model": args.model}
     if args.model == "auto":
         new["model"] = "gpt2" if kind == "cuda" else "gpt2-mini"
@@ -109,7 +109,7 @@ def rules(
     `dealt` sets. `one_at_a_time`: the backward of each micro-batch comes before the forward of the
     next."""
     cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
-    kind = choose_device(args.device, 0, args.world_size).type
+    kind = choose_device(args.device).type
     alone = one_at_a_time or args.num_microbatches == 1
     yield from of_use(args)
     for name in ("batch_size", "n_train", "n_validation"):
@@ -124,8 +124,6 @@ def rules(
          "a micro-batch needs an example", works("--num_microbatches", share)),
         ("precision device", args.precision != "tf32" or kind == "cuda",
          "it is how CUDA devices multiply", "--precision fp32 works"),
-        ("precision device", args.precision != "fp64" or kind != "mps",
-         "this device has no float64", "--precision fp32, or --device cpu, works"),
         # A resume has the former of its checkpoint.
         ("save_every keep", args.save_every is None or args.keep > 0 or args.resume,
          "no checkpoint would stay", "--keep 1 works"),

@@ -104,7 +104,7 @@ def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:
     """With the number of stages, and what the mode decides."""
-    on_gpu = choose_device(args.device, 0, 1).type == "cuda"
+    on_gpu = choose_device(args.device).type == "cuda"
     n = args.num_devices or (torch.cuda.device_count() if on_gpu else 2)
     return replace(args, **{"num_devices": n, **decided(args)})
 
@@ -112,7 +112,7 @@ def settled_stages(args: PipelineOptions) -> PipelineOptions:
 def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     """The rules of a run whose options are settled."""
     n, gpus = args.num_devices, torch.cuda.device_count()
-    on_cpu = choose_device(args.device, 0, 1).type == "cpu"
+    on_cpu = choose_device(args.device).type == "cpu"
     yield (
         "num_devices device", on_cpu or n <= max(1, gpus), stage_rules.visible(gpus),
         f"--num_devices {max(1, gpus)}, or --device cpu, works",
@@ -126,7 +126,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
 
 def choose_devices(args: Options) -> list[torch.device]:
     """The devices of the stages: GPUs, or slices of the CPU's cores, as cpu:1."""
-    kind = choose_device(args.device, 0, 1).type
+    kind = choose_device(args.device).type
     return [torch.device(kind, index) for index in range(args.num_devices)]
 
 

@@ -37,7 +37,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     zero = args.zero if strategy == "3d" else None
     elastic = torchrun_world_size() is not None  # another host may join later
     checked = args.check_weights or args.check_output
-    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
+    drawn = args.precision == "bf16" or choose_device(args.device).type != "cpu"
     mesh = "strategy zero dp cp pp" if args.cp > 1 else "strategy zero dp pp"
     yield from [
         ("strategy world_size", args.world_size == ranks,
@@ -65,8 +65,6 @@ def of_strategy(args: Options) -> Iterator[Rule]:
          "--dropout 0, or --device cpu and --precision fp32, works"),
     ]  # fmt: skip
     yield from rules.typed(args, [
-        ("check_weights check_output", args.device != "mps",
-         "it compares with a run in float64, which --device mps lacks", "--device cpu works"),
         ("attention", args.cp > 1,
          "only a run whose sequences are cut has it", f"--{option_of(args, 'cp')} 2 works"),
     ])  # fmt: skip
@@ -74,13 +72,11 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     one_at_a_time = args.pp == 1 or strategy == "model"
     yield from rules.rules(args, args.dp, option_of(args, "dp"), one_at_a_time)
     sharded = args.strategy == "fsdp" or args.zero == 3
-    yield from [
-        ("recompute", args.recompute != "sqrt" or not sharded,
-         "shards of segments of several layers would be gathered once more",
-         "--recompute always works"),
-        ("strategy device", not (sharded and args.device == "mps"),
-         "gloo gathers no tensors of this device", "single, or --device cpu, works"),
-    ]  # fmt: skip
+    yield (
+        "recompute", args.recompute != "sqrt" or not sharded,
+        "shards of segments of several layers would be gathered once more",
+        "--recompute always works",
+    )  # fmt: skip
     if not vgg:
         yield from of_gpt2(args)
     if args.pp > 1 or row.axis == "pp":
@@ -195,7 +191,7 @@ def of_gpus(args: Options) -> list[Rule]:
     """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
     GPU, but neither send nor gather them."""
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
-    on_gpu = choose_device(args.device, 0, here).type == "cuda"
+    on_gpu = choose_device(args.device).type == "cuda"
     gpus = torch.cuda.device_count()
     fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
     return [

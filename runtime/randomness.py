@@ -116,7 +116,7 @@ class OfThread(TorchFunctionMode):
         super().__exit__(*raised)
         if self._gpu is not None and self._gpu_state is not None:
             module = torch.get_device_module(self._gpu)
-            module.set_rng_state(self._gpu_state, *_named(self._gpu))
+            module.set_rng_state(self._gpu_state, self._gpu)
             self._gpu_state = None
 
     def __torch_function__(
@@ -137,7 +137,7 @@ class OfThread(TorchFunctionMode):
             self._generator.manual_seed(seed)
             if self._gpu is not None:
                 module = torch.get_device_module(self._gpu)
-                self._gpu_state = module.get_rng_state(*_named(self._gpu))
+                self._gpu_state = module.get_rng_state(self._gpu)
                 with torch.accelerator.device_index(self._gpu.index):
                     module.manual_seed(seed)
             self._seeded = True
@@ -181,11 +181,6 @@ class _Kernels(TorchDispatchMode):
         # For functions without the argument, such as rand, another overload takes it. Where none
         # does, as of native_dropout, torch raises.
         return func.overloadpacket(*args, **{**kwargs, "generator": generator})
-
-
-def _named(gpu: torch.device) -> tuple[torch.device, ...]:
-    """The argument that names the device to torch's functions of its kind; Apple's have none."""
-    return () if gpu.type == "mps" else (gpu,)
 
 
 @functools.lru_cache(4096)

@@ -1,4 +1,4 @@
-"""How long a rank waits for another, how its host need not wait for a GPU, and where float64 is."""
+"""How long a rank waits for another, and how its host need not wait for a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WITHOUT_FLOAT64 = ("mps",)  # Apple's GPUs refuse to hold such a tensor
 DISK_GROUP = "checkpoints"  # the description of a group in which ranks wait for disks
 
 
@@ -32,9 +31,3 @@ def control_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
     members: Any = group or dist.group.WORLD
     cpu = torch.device("cpu")
     return cpu if cpu in members._device_types else device
-
-
-def device_of_float64(device: torch.device) -> torch.device:
-    """Where to compute in float64 with what is on `device`: there, or on the CPU if it cannot. Move
-    a tensor first and convert it then: a device refuses to convert it, too."""
-    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.waits import device_of_float64
 from training.options import Options
 
 from .launch.errors import RunError, UserError, counted, works
@@ -187,7 +186,7 @@ class Optimizers:
         """The squared norm of the gradient, the loss of each rank, and the summed counts, in
         float64: the same on all ranks. Waits for no GPU."""
         rank, world_size = self._world.rank, self._world.world_size
-        device = device_of_float64(self._world.device)
+        device = self._world.device
         to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
         by_optimizer = self._run(lambda i: norms_of(_gradients(self._counted[i])))
         norms = [to_facts(vector).double() for vectors in by_optimizer for vector in vectors]
@@ -256,7 +255,7 @@ def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.o
     ps = list(parameters)  # an iterator would be used up
     if args.optimizer == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
-    return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
+    return torch.optim.AdamW(ps, args.learning_rate, fused=True)
 
 
 def usual_warmup(args: Options, steps_per_epoch: int) -> int:

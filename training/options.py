@@ -182,7 +182,7 @@ class Files:
     second SIGTERM always exits at once. Ctrl-C exits at once and saves nothing: see --save_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = UNSET
     """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20 on a

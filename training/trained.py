@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.waits import device_of_float64
 from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, OPTIONS, writing
 
@@ -55,9 +54,6 @@ def load_trained(
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update({"use_cache": True, **special})
     model.generation_config.update(max_length=tokenizer.model_max_length, **special)
-    device = torch.device(device)
-    if model.dtype == torch.float64 and device_of_float64(device) != device:
-        model.float()  # rounded: the device has no float64
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

@@ -54,7 +54,6 @@ from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess, StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
-from runtime.waits import device_of_float64
 
 from .links import PeerError
 from .neighbours import Neighbours
@@ -186,7 +185,7 @@ class ProcessPipe:
             self._run(stages, inputs, lists, end)
             total: Tensor | None = None
             if self._is_last:
-                total = losses.total().to(device_of_float64(self.device)).double()
+                total = losses.total().double()
             loss = self._neighbours.from_last(total)  # waits until the last stage has the loss
             left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {  # of tied parameters, by name and stage

@@ -77,7 +77,7 @@ def comparable(row: Row, device: str) -> Row:
 
 def _check_here(run: Run, row: Row) -> Result:
     try:
-        return run.check(row, World(device=choose_device(run.device, 0, 1)))
+        return run.check(row, World(device=choose_device(run.device)))
     except Exception as error:
         traceback.print_exc()
         result = Result(row.name, run.n_steps, failure=f"{type(error).__name__}: {error}")

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import ONE_EACH
-from runtime.dropout import mixed
 from runtime.randomness import OfThread, StepSeed
 from tests.pipeline.pipeline_models import (
     DEVICES,
@@ -119,23 +118,6 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
 
     assert torch.equal(draw(0), draw(0))
     assert not torch.equal(draw(0), draw(1))
-
-
-def test_apples_gpu_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first draw of a layer and micro-batch; afterwards its generator is as before. Else
-    a recomputed forward would drop other activations."""
-    before, told = torch.zeros(4), list[Any]()
-    monkeypatch.setattr("torch.mps.get_rng_state", lambda: before)
-    monkeypatch.setattr("torch.mps.manual_seed", told.append)
-    monkeypatch.setattr("torch.mps.set_rng_state", told.append)
-    step = StepSeed()
-    randomness = OfThread(torch.device("mps"), step)
-    for i in (3, 3, 4):
-        with randomness.of(2, i):
-            randomness.generator()
-            randomness.generator()
-    seeds = [mixed(step.get(), 2, i) for i in (3, 3, 4)]
-    assert told == [seeds[0], before, seeds[1], before, seeds[2], before]
 
 
 def test_an_operator_that_takes_no_generator_is_refused() -> None:

@@ -131,7 +131,7 @@ def on_rank(
             tamper(rank, patch)
         args = parse(line)
         args.workdir.mkdir(parents=True, exist_ok=True)  # as `alone_in_workdir` does
-        device = choose_device(args.device, rank, world_size)
+        device = choose_device(args.device, rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         place = rank if local_rank is None else local_rank

@@ -220,29 +220,6 @@ def test_torch_compile_needs_a_compiler(
         parse("train single --compile")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train single --precision fp64", "--precision fp64 --device mps: this device has no f"),
-        (
-            "train single --check_weights",
-            "--check_weights: it compares with a run in float64, which ",
-        ),
-        (
-            "train single --check_output",
-            "--check_output: it compares with a run in float64, which ",
-        ),
-        ("train fsdp --num_workers 1", "fsdp --device mps: gloo gathers no tensors of this device"),
-    ],
-)
-def test_what_apples_gpus_lack(line: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    assert parse("train single --device mps").device == "mps"
-    with pytest.raises(UserError) as found:
-        parse(f"{line} --device mps")
-    assert str(found.value).startswith(said)
-
-
 NAME = "000002-epoch1-step4"
 MADE = TINY + "--dropout 0 --n_epochs 2 "
 # What is typed now, how the run was saved, and what works.

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +72,6 @@ def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
         found = generated(trained, LINES, *options)
         assert found == [[alone(trained, line, most) if line else ""] for line in LINES]
         assert len({len(text) for (text,) in found}) > 2
-
-
-@pytest.mark.parametrize(("without", "dtype"), [("mps", "float64"), ("meta", "float32")])
-def test_weights_are_rounded_for_a_device_without_float64(
-    trained: Trained, without: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied = deepcopy(trained)
-    monkeypatch.setattr("training.trained._of_transformers", lambda _: copied)
-    monkeypatch.setattr("runtime.waits.WITHOUT_FLOAT64", (without,))
-    assert load_trained("nowhere", "meta")[0].dtype == getattr(torch, dtype)
 
 
 def test_what_is_drawn(trained: Trained) -> None:

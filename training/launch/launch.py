@@ -258,7 +258,7 @@ def _run_rank(
     main, and waits for all ranks. `store_of` connects to the store in which they meet."""
     world.last.note("start")
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
-    device = choose_device(settings.device, world.local_rank, local_size)
+    device = choose_device(settings.device, world.local_rank)
     gpu = _take_gpu(device) if device.type == "cuda" else ""
     cores = core_slice(world.local_rank, local_size, settings.cores_per_rank)
     if cores and not gpu:

@@ -157,16 +157,14 @@ class World:
         return replace(self, group=dist.new_group(None, limit, "gloo", group_desc=DISK_GROUP))
 
 
-def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+def choose_device(device: str, local_rank: int = 0) -> torch.device:
     """`auto` takes a GPU if there is one. If there are more ranks than GPUs, ranks share GPUs."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda: no GPU is visible here; --device cpu works everywhere")
-    if device == "mps" and (local_world_size > 1 or not torch.backends.mps.is_available()):
-        raise UserError("--device mps: it takes an Apple GPU, and one rank; --device cpu works")
     if device == "cuda" or (device == "auto" and gpus):
         return torch.device("cuda", local_rank % gpus)
-    return torch.device("mps" if device == "mps" else "cpu")
+    return torch.device("cpu")
 
 
 def quiet_libraries() -> None:
