@@ -60,12 +60,12 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     options = parse_generate([".", "--max_new_tokens", "8"])
     for row in read_json(one.workdir / "rank0_gen_epoch1.json"):
         (said,) = continuations(model, tokenizer, [row["example"]], options)
-        assert said[0].split()[:4] == (row["example"] + row["gen"]).split()[:4]
+        assert said.split()[:4] == (row["example"] + row["gen"]).split()[:4]
     end = tokenizer.convert_tokens_to_ids(END)
     text = tokenizer.decode(recomputed(model, [end], len(tokenizer), end, 9))
     found = continuations(model, tokenizer, ["", "Line", ""], options)
-    assert found[0] == found[2] == [" ".join(text.split("\n"))]
-    assert found[1][0].startswith("Line")
+    assert found[0] == found[2] == " ".join(text.split("\n"))
+    assert found[1].startswith("Line")
 
 
 def test_a_tokenizer_learns_nothing_of_what_is_held_out(one: Learned, tmp_path: Path) -> None:
