@@ -14,12 +14,10 @@ The model, its constants and how wrong it is: docs/planning.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -55,15 +53,11 @@ TRAIN_NAMES = {  # of options in train.py
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv_heads": "n_kv_head",
     "vocab": "vocab_size", "seq": "model_max_length",
 }  # fmt: skip
-SIZES = tuple(get_type_hints(Model))
-PER_RANK = {  # one number, or one for each rank: defaults and meanings
-    "forward": ("1", "F, of one micro-batch"),
-    "backward_input": ("1", "I, the half of backward that others wait for"),
-    "backward_weight": ("1", "W, the other half"),
-    "recompute": ("0", "the forward before a backward"),
-    "exchange": ("0", "of gradients, at the end"),
-    "update": ("0", "of parameters, after it"),
-    "activations": ("1", "what one micro-batch holds on a rank, in any unit"),
+SECONDS = {  # of simulate, one number or one for each rank: defaults and meanings
+    "forward": (1.0, "F, of one micro-batch"),
+    "backward_input": (1.0, "I, the half of backward that others wait for"),
+    "backward_weight": (1.0, "W, the other half"),
+    "transfer": (0.0, "a message to a neighbour, by the rank that sends it"),
 }
 
 
@@ -114,15 +108,9 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--num_microbatches", type=count, required=True, metavar="M", help="per step")
     option("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="default: %(default)s")
     option("--chunks", type=count, help="stages per rank, of interleaved, which share its seconds")
-    for name, (default, meaning) in PER_RANK.items():
-        option(f"--{name}", default=default, help=f"{meaning}; default: %(default)s")
-    option("--transfer", type=float, default=0.0, help="a message between neighbours; default: 0")
-    option("--no_overlap", **values_of(bool), help="messages hold up their sender")
-    option("--exchange_after", **values_of(bool), help="the exchange waits for the last backward")
-    for made in commands.choices.values():
-        made.add_argument(
-            "--json", action="store_true", help="print JSON (its format: docs/planning_details.md)"
-        )
+    for name, (default, meaning) in SECONDS.items():
+        text = f"{meaning}; default: {default:g}"
+        option(f"--{name}", type=numbers, default=[default], help=text)
     return parser.parse_args(argv)
 
 
@@ -137,21 +125,8 @@ def machine_named(name: str, network: str | None = None, link: str | None = None
 
 def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     """The model and the machine that the options describe."""
-    model = model_of(args.model, **{name: getattr(args, name) for name in SIZES})
+    model = model_of(args.model, **{name: getattr(args, name) for name in get_type_hints(Model)})
     return model, machine_named(args.machine, args.network, args.link)
-
-
-def as_json(step: PricedStep) -> dict[str, Any]:
-    """The keys that docs/planning_details.md describes."""
-    return {
-        "seconds_per_step": step.seconds, "seconds_between": search.limits(step),
-        "tokens_per_second": step.tokens_per_second, "tflops_per_gpu": step.tflops,
-        "bubble": step.bubble, "seconds": step.parts, "memory_gb": step.memory_gb,
-        "memory_limit_gb": step.machine.memory_gb, "fits": step.fits,
-        "memory_of_stages": [m._asdict() for m in step.memory],
-        "blocks_of_stages": step.blocks, "layout": asdict(step.layout),
-        "num_microbatches": step.layout.num_microbatches,
-    }  # fmt: skip
 
 
 def say_prediction(step: PricedStep) -> None:
@@ -182,8 +157,7 @@ def run_predict(args: argparse.Namespace) -> None:
     """Predicts a step."""
     model, where = model_and_machine(args)
     layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
-    step = PricedStep(model, layout, where)
-    print(json.dumps(as_json(step), indent=1)) if args.json else say_prediction(step)
+    say_prediction(PricedStep(model, layout, where))
 
 
 def run_search(args: argparse.Namespace) -> None:
@@ -192,70 +166,50 @@ def run_search(args: argparse.Namespace) -> None:
     fixed = {name: getattr(args, name) for name in search.NAMES}
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
-    command = None
-    if not (lacking := search.untrainable(model, best[0].layout)):
-        command = search.command(model, best[0].layout, where, args.model)
-    reasons = ["", *(search.why(best[0], step) for step in best[1:])]
-    if args.json:
-        steps = [as_json(step) | {"why": why} for step, why in zip(best, reasons, strict=True)]
-        print(json.dumps({"best": steps, "doubts": search.doubts(best[0]), "command": command}))
-        return
     name, nodes = args.model or "a model", best[0].nodes
     print(f"{name}, {model.parameters / 1e6:,.0f} million parameters, {args.batch_size} sequences "
           f"of {model.seq} tokens a step,\n{gpus} x {where.name} on {nodes} "
           f"{'nodes' if nodes > 1 else 'node'}\n\n"
           f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip
-    for step, why in zip(best, reasons, strict=True):
+    for step in best:
         least, most = search.limits(step)
         between = f"{least:.3g} and {most:.3g}"
         print(f"{step.seconds:8.4g} {between:>16} {step.tokens_per_second:11,.0f} "
               f"{step.memory_gb:6.1f}  {search.options(step.layout)}")  # fmt: skip
-        if why:
-            print(f"{'':46}{why}")
+        if step is not best[0]:
+            print(f"{'':46}{search.why(best[0], step)}")
     print(f"\n{search.doubts(best[0])}\n")
-    print(command or f"No command trains this: train.py has no {lacking}.")
-    if nodes > 1 and command:
+    if lacking := search.untrainable(model, best[0].layout):
+        print(f"No command trains this: train.py has no {lacking}.")
+        return
+    print(search.command(model, best[0].layout, where, args.model))
+    if nodes > 1:
         print("  (on every host; FIRST_HOST is the name of one of them, THIS_HOST its own)")
 
 
-def per_rank(text: str, name: str, n: int, chunks: int = 1) -> list[float]:
-    """The values of n ranks, each dealt to its `chunks` stages. Raises ValueError."""
+def numbers(text: str) -> list[float]:
+    """The numbers between commas."""
     values = [as_number(value) for value in text.split(",")]
-    if len(values) not in (1, n) or not all(0 <= value < math.inf for value in values):
-        raise ValueError(
-            f"--{name} {text}: one finite number, 0 or more, or {n}, one for each of the ranks"
-        )
-    return [value / chunks for value in (values * n if len(values) == 1 else values)]
+    if not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: it must be a finite number, 0 or more")
+    return values
 
 
 def run_simulate(args: argparse.Namespace) -> None:
-    """Times a schedule."""
+    """Times a schedule. A rank's stages share its seconds."""
     n, m = args.num_devices, args.num_microbatches
     simulator = Simulator(find(args.schedule, args.chunks)(n, m))
-    ranks, times = simulator.ranks, dict[str, list[float]]()
-    for name in PER_RANK:
-        dealt = per_rank(getattr(args, name), name, n, len(ranks) // n)
-        times[name] = [dealt[r] for r in ranks]
-    passes = [times[name] for name in ("forward", "backward_input", "backward_weight")]
-    if not 0 <= args.transfer < math.inf:
-        raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
-    if not sum(map(sum, passes)):
-        raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
-    step = simulator.run(Work(
-        with_times(*passes), lambda _: args.transfer, not args.no_overlap,
-        times["recompute"].__getitem__, times["exchange"].__getitem__, not args.exchange_after,
-        per_rank(args.update, "update", n).__getitem__,
-    ))  # fmt: skip
-    peaks = peak_alive(simulator.schedule, times["activations"].__getitem__)
-    if args.json:
-        print(json.dumps({
-            "seconds": step.seconds, "span": step.span, "bubble": step.bubble,
-            "bubble_over_work": step.bubble_over_work, "busy": step.busy, "idle": step.idle,
-            "peak_activations": peaks,
-        }))  # fmt: skip
-        return
+    chunks, by_stage = len(simulator.ranks) // n, []
+    for name in SECONDS:
+        given = getattr(args, name)
+        if len(given) not in (1, n):
+            raise ValueError(f"--{name}: one number, or {n}, one for each of the ranks")
+        by_stage.append([given[r % len(given)] for r in simulator.ranks])
+    *passes, transfers = by_stage
+    times = with_times(*([each / chunks for each in stages] for stages in passes))
+    step = simulator.run(Work(times, lambda action: transfers[action.stage]))
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n")
-    say_simulation(step, peaks)
+    say_simulation(step, peak_alive(simulator.schedule, lambda _: 1 / chunks))
 
 
 def say_simulation(step: Simulation, peaks: Sequence[float]) -> None:

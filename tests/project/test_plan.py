@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 import pytest
 import yaml
@@ -45,55 +43,45 @@ def test_a_mistake_gets_one_sentence(words: str, message: str, refusal: Refusal)
     assert message in refusal(main, words.split())
 
 
-Run = Callable[[str], Any]
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """What a command says in JSON."""
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What a command prints."""
 
-    def said(words: str) -> Any:
-        main([*words.split(), "--json"])
-        return json.loads(capsys.readouterr().out)
+    def call(words: str) -> str:
+        main(words.split())
+        return capsys.readouterr().out
 
-    return said
+    return call
 
 
+Said = Callable[[str], str]
 XL = "--model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512"
 
 
-def test_the_commands_of_the_documentation(run: Run) -> None:
-    found = run(
+def test_the_commands_of_the_documentation(said: Said) -> None:
+    found = said(
         f"predict {XL} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
         "--recompute always --zero 1"
     )
-    assert found["fits"] is True
-    assert len(found["memory_of_stages"]) == 2
-    timed = run(
+    assert "\nIt fits: it needs " in found and "\n      1 " in found and "\n      2 " not in found
+    found = said(
         "simulate --stages 8 --num_microbatches 24 --forward 10 --backward_input 9 "
         "--backward_weight 6 --transfer 0.3 --schedule zb"
     )
-    assert timed["seconds"] == pytest.approx(24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3)
-    assert timed["bubble"] == pytest.approx(1 - 600 / timed["seconds"])
-    chosen = run(f"search {XL} --top 2")
-    assert len(chosen["best"]) == 2
-    assert chosen["command"].startswith(  # as in docs/faults.md
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
-        "FIRST_HOST:29400 --rdzv-id my_run --local-addr THIS_HOST project/train.py fsdp "
-    )
+    seconds = 24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3
+    assert f"step                {seconds:10.6g}\n" in found
+    assert f"bubble              {1 - 600 / seconds:10.2%} " in found
+    chosen = said(f"search {XL} --top 2")
+    assert chosen.count(" --micro_batch 4 ") == 2
+    documented = Path(__file__).parents[2].joinpath("docs/planning.md").read_text("utf-8")
+    assert indent(said(f"search {XL}"), "    ").rstrip() in documented
 
 
-def test_the_documentation_shows_what_the_search_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    main(f"search {XL}".split())
-    printed = indent(capsys.readouterr().out, "    ").rstrip()
-    assert printed in Path(__file__).parents[2].joinpath("docs/planning.md").read_text("utf-8")
-
-
-def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> None:
+def test_a_machine_of_ones_own(said: Said, tmp_path: Path, refusal: Refusal) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
-    found = run(f"predict {XL} --dp 16 --machine {own}")
-    assert (found["memory_limit_gb"], found["fits"]) == (10, False)
+    found = said(f"predict {XL} --dp 16 --machine {own}")
+    assert "It does not fit: " in found and "of 10.0 GiB can be used." in found
     for figure, message in (
         ("memory_gbs: fast", "memory_gbs is 'fast', and must be a number above 0"),
         ("link_efficiency: 0", "link_efficiency is 0, and must be a number above"),
@@ -105,21 +93,21 @@ def test_a_machine_of_ones_own(run: Run, tmp_path: Path, refusal: Refusal) -> No
         ("like: 5", "like: 5: a YAML file, or one of"),
     ):
         own.write_text(figure if "like" in figure else f"like: a100-80gb\n{figure}", "utf-8")
-        assert message in refusal(run, f"predict {XL} --dp 16 --machine {own}")
+        assert message in refusal(said, f"predict {XL} --dp 16 --machine {own}")
 
 
-def test_this_computer_is_a_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_computer_is_a_machine(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cores are its GPUs, and what they reach is measured, not read from a file."""
     own = yaml.safe_load((MACHINES / "a100-80gb.yaml").read_text()) | {"gpus_per_node": 2}
     monkeypatch.setattr("benchmarks.calibrate.calibrate", lambda: own | {"memory_gb": 5})
-    found = run("search --model gpt2-mini --batch_size 8 --machine this")
-    assert found["best"][0]["memory_limit_gb"] == 5
-    assert {step["layout"]["gpus"] for step in found["best"]} == {2}
-    found = run("predict --model gpt2-mini --batch_size 8 --machine this --network ethernet-10")
-    assert found["memory_limit_gb"] == 5
+    assert "\n2 x this on 1 node\n" in said(
+        "search --model gpt2-mini --batch_size 8 --machine this"
+    )
+    found = said("predict --model gpt2-mini --batch_size 8 --machine this --network ethernet-10")
+    assert "of 5.0 GiB can be used." in found
 
 
-def test_no_command_is_printed_if_train_lacks_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_is_printed_if_train_lacks_an_option(said: Said) -> None:
     """A command would train another model than the one that was priced."""
     model = "search --gpus 1 --batch_size 8 --top 1 --model gpt2"
     for words, lacking in (
@@ -129,39 +117,27 @@ def test_no_command_is_printed_if_train_lacks_an_option(capsys: pytest.CaptureFi
         ("--precision fp16", "--precision fp16 (bf16 works)"),
         ("--recompute selective", "--recompute selective (always works)"),
     ):
-        main([*model.split(), *words.split()])
-        last = capsys.readouterr().out.splitlines()[-1]
+        last = said(f"{model} {words}").splitlines()[-1]
         assert last == f"No command trains this: train.py has no {lacking}."
-        main([*model.split(), *words.split(), "--json"])
-        assert json.loads(capsys.readouterr().out)["command"] is None
-    main([*model.split(), "--kv_heads", "12", "--ffn", "3072"])
-    assert "train.py single --model gpt2 --vocab_size 50257 " in capsys.readouterr().out
+    found = said(f"{model} --kv_heads 12 --ffn 3072")
+    assert "train.py single --model gpt2 --vocab_size 50257 " in found
 
 
-def test_ranks_are_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ranks_are_ranks(said: Said, tmp_path: Path) -> None:
     """In a V each rank has two stages. What it holds is counted in micro-batches of the whole rank,
     as in plot.py."""
     for option in ("--stages", "--num_devices"):
-        main(f"simulate {option} 4 --num_microbatches 8 --schedule zbv".split())
-        said = capsys.readouterr().out
-        assert "zbv, 4 ranks, 8 micro-batches" in said
-        assert "held at most        4, 4, 4, 4   per rank, in micro-batches" in said
+        found = said(f"simulate {option} 4 --num_microbatches 8 --schedule zbv")
+        assert "zbv, 4 ranks, 8 micro-batches" in found
+        assert "held at most        4, 4, 4, 4   per rank, in micro-batches" in found
     line = f"schedule --schedule zbv --stages 4 --n_chunk 8 -o {tmp_path / 's.svg'}"
     plot.draw_figure(plot.parse_plot(line.split()))
     assert "a rank holds, at most: 4, 4, 4, 4" in (tmp_path / "s.svg").read_text()
 
 
-def test_one_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--stages", "1", "--num_microbatches", "1"])
-    main(["predict", "--model", "gpt2", "--batch_size", "1"])
-    said = capsys.readouterr().out
-    assert "1f1b, 1 rank, 1 micro-batch\n" in said and ", 1 micro-batch\n\n" in said
-
-
-def test_a_user_reads_no_rounding(capsys: pytest.CaptureFixture[str]) -> None:
-    """Thirds of a second leave rounding in sums."""
-    words = "simulate --stages 2 --num_microbatches 4 --schedule interleaved --chunks 3"
-    main(words.split())
-    said = capsys.readouterr().out
-    assert "2.333, 1.667 " in said
-    assert "fill                  1\n\n" in said
+def test_numbers_and_what_they_count(said: Said) -> None:
+    """One is singular; thirds of a second leave no rounding in sums."""
+    assert "1f1b, 1 rank, 1 micro-batch\n" in said("simulate --stages 1 --num_microbatches 1")
+    assert ", 1 micro-batch\n\n" in said("predict --model gpt2 --batch_size 1")
+    found = said("simulate --stages 2 --num_microbatches 4 --schedule interleaved --chunks 3")
+    assert "2.333, 1.667 " in found and "fill                  1\n\n" in found
