@@ -83,10 +83,10 @@ if __name__ == "__main__":
 
 from project.figures.bars import Bar, draw_bars
 from project.figures.compared import compare_step
+from project.figures.epochs import plot_training
 from project.figures.gantt import draw_step, plot_schedule
-from project.figures.perfetto import write_trace
 from project.figures.runs import Run, in_step, mean_and_std, shares, steps_of
-from project.figures.style import plot_training, readable
+from project.figures.style import readable
 from project.strategies import STRATEGIES
 from training.files import SUMMARY
 from training.launch.errors import UserError
@@ -278,9 +278,7 @@ def draw_figure(args: argparse.Namespace) -> Path:
     if name == "timeline":
         (run,) = runs
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
-        drawn = draw_step(path(first, f"timeline_{run.name}"), step, "ideal", describe(run))
-        print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")
-        return drawn
+        return draw_step(path(first, f"timeline_{run.name}"), step, "ideal", describe(run))
     check_alike(runs)
     picture = path(first, name)
     if name in YLABELS:

@@ -37,7 +37,6 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 import torch
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from pipeline.schedules.catalogue import SCHEDULES, find
@@ -45,13 +44,12 @@ from pipeline.schedules.schedule import Kind
 from planning import describe
 from planning.cost import GIB, PricedStep
 from project.command_line import Parser
-from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
-from project.figures.epochs import read_json
+from project.figures.epochs import draw_curves, read_json
 from project.figures.gantt import draw_step
 from project.figures.pages import PAGE, explore, fill_template, scripts
 from project.figures.runs import Run, speed_up
-from project.figures.style import LINES, picture
+from project.figures.style import with_error
 from project.plan import machine_named
 from project.plot import describe as in_words
 from runtime.axes import place_of, ranks_of, sizes
@@ -282,23 +280,13 @@ def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw_losses(path: Path, runs: Sequence[Run]) -> Path:
-    """Draws the training loss of every step."""
-    with picture(path, "", "training loss, nats per target, of each step") as (_, (ax,)):
-        for run, colour in zip(runs, LINES * len(runs), strict=False):
-            losses = run.summary["loss"]
-            ax.plot(range(1, len(losses) + 1), losses, label=run.name, color=colour)
-        ax.set_ylim(bottom=0)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        ax.legend()
-    return path
-
-
 def render(runs: Sequence[Reported], template: Path) -> str:
     """The page. Raises UserError if the files of a run are missing."""
     finished = [run for run in runs if "step_seconds" in run.summary]
     compared = gradients(runs)
     names = {run.name for run in finished} | {row["name"] for row in compared}
+    losses = {run.name: dict(enumerate(run.summary["loss"], 1)) for run in finished}
+    panels, foot = {"training loss": losses}, "nats per target"
     return fill_template(
         template,
         runs={run.name: run for run in runs},
@@ -308,7 +296,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         about=in_words,
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
         apart=apart,
-        losses=inline(lambda path: draw_losses(path, finished)) if finished else "",
+        losses=inline(lambda path: draw_curves(path, panels, "", foot, "step")) if finished else "",
         speed_up=speed_up,
         scripts=scripts("simulate", "page"),
     )

@@ -60,7 +60,7 @@ def train_and_finish(rank: Rank) -> None:
 
 
 def _show(results: Results) -> None:
-    from project.figures.style import plot_training  # here: matplotlib takes a second to import
+    from project.figures.epochs import plot_training  # here: matplotlib takes a second to import
 
     args = results.args
     results.close()
@@ -69,7 +69,7 @@ def _show(results: Results) -> None:
     if any(args.workdir.glob("timeline_rank*.json")):
         results.say(
             f"The recorded steps: python project/plot.py timeline {shlex.quote(str(args.workdir))} "
-            "draws them and writes them for https://ui.perfetto.dev."
+            "draws them."
         )
     if any(args.workdir.glob("profile_rank*.json")):
         results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")

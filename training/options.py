@@ -185,7 +185,7 @@ class Files:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = UNSET
-    """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20 on a
+    """record N steps after the first, for plot.py timeline; default: 20 on a
     CPU; 0 on a GPU, where recording synchronizes after every action"""
 
 

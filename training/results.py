@@ -71,7 +71,7 @@ Sink = Callable[[int, Mapping[str, Any]], None]
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
 OF_A_RUN = (
-    "*gen_epoch*.json", "profile_rank*.json", "trace.json", "timeline_*.png", "report.html",
+    "*gen_epoch*.json", "profile_rank*.json", "timeline_*.png", "report.html",
     OPTIONS, SUMMARY, PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json",
     CHECKPOINTS,
 )  # fmt: skip

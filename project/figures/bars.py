@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .style import COLOURS, INK, legend, picture, readable
+from .style import COLOURS, INK, legend, picture, with_error
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,3 @@ def draw_bars(path: Path, bars: Sequence[Bar], title: str, ylabel: str, foot: st
         if any(len(bar.parts) > 1 for bar in bars):
             legend(fig, {kind for bar in bars for kind, value in bar.parts.items() if value})
     return path
-
-
-def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
-    """A mean with as many digits as its standard deviation, which has one, or whole ones: 8.80 ±
-    0.04, 5,748 ± 133. Without a deviation `readable`."""
-    if not std:
-        return readable(mean)
-    digits = min(4, max(0, -math.floor(math.log10(std))))
-    return f"{mean:,.{digits}f}{plus_minus}{std:,.{digits}f}"

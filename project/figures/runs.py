@@ -57,10 +57,10 @@ class Run:
     def epochs(self) -> list[tuple[dict[str, float], ...]]:
         """Per epoch, the results of the ranks, or of the pipeline. Raises UserError if some are
         missing."""
+        names = [f"rank{rank}_results" for rank in range(self.summary.get("world_size", 1))]
         if any(self.folder.glob("eval_results_*")):
-            return [(epoch,) for epoch in read_epochs(self.folder, "eval_results")]
-        numbers = range(self.summary.get("world_size", 1))
-        ranks = [read_epochs(self.folder, f"rank{rank}_results") for rank in numbers]
+            names = ["eval_results"]
+        ranks = [read_epochs(self.folder, name) for name in names]
         if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
             raise UserError(
                 f"{self.folder}: its ranks have results of different epochs; make it again"

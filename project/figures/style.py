@@ -1,4 +1,4 @@
-"""How every figure looks, and the curves of a run.
+"""How every figure looks, and how numbers read.
 
 A figure's title states the finding, the line at its foot what was measured. The colours are from
 Okabe and Ito (2008): they can be told apart with any kind of colour vision. Without pyplot there is
@@ -18,11 +18,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from training.files import writing
-
-from .epochs import read_epochs
 
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
@@ -34,10 +31,6 @@ COLOURS = {  # by kind, in the order of the legend
     "send": PURPLE, "receive": BLUE, "all-reduce": VERMILION, "all-gather": "#8C510A",
     "reduce-scatter": "#5E3C99", "all-to-all": "#E78AC3", "wait for all ranks": INK, "idle": FAINT,
     "rest of the peak": FAINT, "baseline": GREY, "measured": SKY, "ideal": "white",
-}  # fmt: skip
-CURVES = {  # results of an epoch
-    "training_loss": "training loss", "validation_loss": "validation loss",
-    "bleu": "BLEU", "accuracy": "accuracy", "perplexity": "perplexity",
 }  # fmt: skip
 STYLE = {
     "font.size": 12, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
@@ -80,26 +73,10 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
-    """Draws losses and score of runs after each epoch: a panel per result, a curve per run. Returns
-    the path. Raises UserError if results are missing."""
-    runs = {str(workdir): read_epochs(workdir) for workdir in workdirs}
-    results = [epoch for epochs in runs.values() for epoch in epochs]
-    # --benchmark_only validates nothing; only one of the scores is there.
-    finite = [k for k in CURVES if any(math.isfinite(r.get(k, math.nan)) for r in results)]
-    shown = finite or ["training_loss"]
-    name, last = [*runs][-1], [*runs.values()][-1][-1]
-    known = [key for key in shown if math.isfinite(last.get(key, math.nan))] or ["training_loss"]
-    numbers = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in known)
-    title, foot = f"{name}: {numbers}", f"{foot}; losses in nats per target"
-    with picture(path, title, foot, (5 * max(2, len(shown)), 5.6), ncols=len(shown)) as (_, axes):
-        for ax, key in zip(axes, shown, strict=True):
-            for (name, epochs), colour in zip(runs.items(), LINES * len(runs), strict=False):
-                numbers_of = [epoch["epoch"] for epoch in epochs]
-                values = [epoch.get(key, math.nan) for epoch in epochs]
-                ax.plot(numbers_of, values, label=name, color=colour, marker="o")
-            ax.set(title=CURVES[key], xlabel="epoch", ylim=(0, 1.1 * ax.get_ylim()[1]))
-            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-        if len(runs) > 1:
-            axes[0].legend()
-    return path
+def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
+    """A mean with as many digits as its standard deviation, which has one, or whole ones: 8.80 ±
+    0.04, 5,748 ± 133. Without a deviation `readable`."""
+    if not std:
+        return readable(mean)
+    digits = min(4, max(0, -math.floor(math.log10(std))))
+    return f"{mean:,.{digits}f}{plus_minus}{std:,.{digits}f}"

@@ -259,7 +259,7 @@ def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
             f"--device cuda --timeline 0 --num_batches {steps_of_run} --workdir {tmp_path}"
         )
         args = parse_train(None, line.split())
-        with watch() as seen, patch("project.figures.style.plot_training"):
+        with watch() as seen, patch("project.figures.epochs.plot_training"):
             train_rank(CUDA, args)
         counts.append(waits(seen))
     assert counts[1] - counts[0] == ONE_WAIT

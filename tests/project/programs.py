@@ -123,7 +123,7 @@ def on_rank(
             raise _Stop
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("project.figures.style.plot_training", lambda path, *_: path)
+        patch.setattr("project.figures.epochs.plot_training", lambda path, *_: path)
         patch.setattr(Saving, "after_step", stop)
         patch.setattr("training.tasks.sequences.continue_all", _begin)
         patch.setattr(text_files, "_lines", _first_lines)

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from project import plot
-from project.figures.bars import with_error
+from project.figures.epochs import plot_training
 from project.figures.runs import steps_of
-from project.figures.style import plot_training
+from project.figures.style import with_error
 from tests.project.conftest import Refusal
 from tests.project.made_up import (
     DDP1,
@@ -323,7 +323,6 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         (0, 9), (0, 1), (1, 2), (5, 7), (7, 9),
         (0, 9), (1, 2), (2, 3), (3, 5), (5, 7),
     ]  # fmt: skip
-    assert (folder / "trace.json").is_file()
     first = draw(tmp_path, drawn, "timeline", str(folder), "--step", "1")
     assert title(first).startswith("step 1: ")
     # Without stages there is no ideal.

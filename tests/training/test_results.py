@@ -165,7 +165,8 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     write_json(tmp_path / "eval_results_epoch11.json", losses)  # resumed under another layout
     expected = [losses | {"bleu": epoch, "epoch": epoch + 1} for epoch in (2, 9, 10)]
     assert read_epochs(tmp_path, "rank0_results") == expected
-    assert read_epochs(tmp_path) == [*expected, losses | {"epoch": 12}]
+    both = read_epochs(tmp_path, "rank0_results", "eval_results")
+    assert both == [*expected, losses | {"epoch": 12}]
     path = tmp_path / "gen_epoch0.json"
     write_json(path, {**losses, "training_loss": math.nan, "b": [1.5, (-math.inf, 2)], "c": None})
     assert read_json(path) == {**losses, "training_loss": None, "b": [1.5, [None, 2]], "c": None}

@@ -1,18 +1,13 @@
-"""The recorder, its files, and the trace that Perfetto opens."""
+"""The recorder, and its files."""
 
 from __future__ import annotations
 
 import json
-import random
 import time
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
-from project.figures.perfetto import write_trace
 from project.figures.runs import Run
 from tests.ranks import Ranks
 from training.launch.world import World
@@ -78,7 +73,7 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
     (workdir / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()))
 
 
-def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
+def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     record(0, tmp_path)
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
@@ -90,53 +85,6 @@ def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -
         Event("all_reduce", 1, -1, 100.75, 101.75, 0),
     ]
     assert workers == {"rank 0": events, "rank 1": events}
-    # The trace: a process per rank, a thread per lane, and another for what overlaps; microseconds.
-    # No thread has the number of another, be it in another process: Perfetto names threads by it.
-    assert write_trace(tmp_path, workers) == tmp_path / "trace.json"
-    entries = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    named = [(e["pid"], e.get("tid"), e["args"]["name"]) for e in entries if e["ph"] == "M"]
-    assert named == [
-        (1, None, "rank 0"), (1, 1, "compute"), (1, 2, "communication"), (1, 3, "communication"),
-        (2, None, "rank 1"), (2, 4, "compute"), (2, 5, "communication"), (2, 6, "communication"),
-    ]  # fmt: skip
-    slices = [e for e in entries if e["ph"] == "X" and e["pid"] == 2]
-    assert [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]["stage"]) for e in slices] == [
-        ("forward 0", 4, 0, 250000, 0),
-        ("backward 0", 4, 250000, 750000, 0),
-        ("all-reduce", 5, 500000, 1000000, 0),
-        ("all-reduce", 6, 750000, 1000000, 1),
-    ]
-
-
-@pytest.mark.parametrize("begin", [12.3456789, 12345678.9])
-def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
-    """Perfetto drops one that begins within another and ends after it. Also of a computer that is
-    up for half a year: its clock has few digits after the point. Actions follow each other without
-    a gap once times are rounded, and transfers cross."""
-    chooser = random.Random(1)
-    timeline = Timeline()
-    timeline.begin_step()
-    now = begin
-    for i in range(300):
-        end = now + chooser.randrange(1, 5000) * 1e-7
-        timeline(chooser.choice("FBR"), 0, i, now, end)
-        if i % 10 == 0:
-            timeline("optimizer", 0, -1, now, now + (end - now) / 2)
-            timeline("send", 0, i, now, end + 2e-4)
-        now = end
-    timeline.save(tmp_path)
-    workers = Run(tmp_path).timeline
-    trace = json.loads(write_trace(tmp_path, workers).read_text("utf-8"))["traceEvents"]
-    rows: dict[int, list[tuple[int, int]]] = {}
-    for e in trace:
-        if e["ph"] == "X":
-            assert type(e["ts"]) is type(e["dur"]) is int
-            rows.setdefault(e["tid"], []).append((e["ts"], -e["ts"] - e["dur"]))
-    assert sum(map(len, rows.values())) == 300 + 2 * 30
-    for row in rows.values():
-        assert [start for start, _ in row] == sorted(start for start, _ in row)
-        for (_, end), (start, its_end) in combinations(sorted(row), 2):
-            assert -end <= start or -its_end <= -end
 
 
 def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float]:
