@@ -17,14 +17,15 @@ ranks that hold a rectangle one writes it; a rectangle is filled from all stored
         state.json, tokenizer.json      position, options; other small files
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
-not share it: ranks that do not see rank 0's send it the files that they wrote; to load, rank 0 then
-reads one tensor after the other, and sends it.
+not share it: ranks that do not see rank 0's send it the files that they wrote. To load, rank 0
+reads one tensor after the other, and sends it to all: each keeps its rectangles.
 
 A truncated file is refused; a bit that the disk has flipped is not noticed. A rank that cannot
 write or read says so and ends, and with it the run.
 
 Cost: each rank writes its part. When saving in the background the run waits only until its tensors
-are copied.
+are copied. To load takes twice as long as if each rank read its own part (GPT-2 small on two ranks:
+3.2 s), and the memory of the largest tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,11 +73,15 @@ class CheckpointError(UserError):
 
 def training_state(model: LaidOutModel) -> list[Held]:
     """The weights and the optimizer state that this rank holds."""
-    state = [replace(x, name=f"model.{x.name}") for x in model.held]
+    state = _weights(model)
     for optimizer in model.optimizers:
         for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
             state += _state(model, p, slots)
     return state
+
+
+def _weights(model: LaidOutModel) -> list[Held]:
+    return [replace(x, name=f"model.{x.name}") for x in model.held]
 
 
 def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Held]:
@@ -103,19 +109,18 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     """
     stored = checkpoint.tensors
     slots = {name.split(".")[1]: t for name, t in stored.items() if name.startswith("optimizer.")}
-    for optimizer in model.optimizers:  # memory to load into
+    wanted = _weights(model)
+    for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                optimizer.state[p] = _blank(p, slots, group.get("fused"))
-    state = training_state(model)
-    wanted = [x for x in state if x.name in stored or x.name.startswith("model.")]
+                blank = _blank(p, slots, group.get("fused"))
+                state = [x for x in _state(model, p, blank) if x.name in stored]
+                # A parameter that never had a gradient has no saved state, and gets none: a step of
+                # 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
+                if state:
+                    optimizer.state[p] = blank
+                    wanted += state
     saver.load(checkpoint, wanted)
-    # A parameter that never had a gradient has no saved state. Its blank state goes again: saved,
-    # its step of 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
-    for optimizer in model.optimizers:
-        for p, slots in [*optimizer.state.items()]:
-            if not any(x.name in stored for x in _state(model, p, slots)):
-                del optimizer.state[p]
     model.loaded()
 
 
@@ -135,31 +140,29 @@ def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str,
 
 class Rectangles(Tensor):
     """What this rank holds of one tensor, for `torch.distributed.checkpoint`: it has the whole
-    shape but no memory, and implements the methods that the library calls on a DTensor."""
+    shape but no memory, and implements the methods that the library calls to save a DTensor."""
 
     held: Mapping[tuple[int, ...], Held]  # by their offsets
 
-    def __create_chunk_list__(self) -> list[Any]:
-        """The rectangles of this rank."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        pairs = self.held.items()
-        return [ChunkStorageMetadata(torch.Size(at), x.tensor.shape) for at, x in pairs]
-
     def __create_write_items__(self, name: str, _: Tensor) -> list[Any]:
         """The rectangles to write."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         items = []
-        for chunk in self.__create_chunk_list__():
+        for offsets, x in self.held.items():
+            chunk = ChunkStorageMetadata(torch.Size(offsets), x.tensor.shape)
             data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())
             index = MetadataIndex(name, chunk.offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory of one rectangle, to write from or read into."""
+        """The memory of one rectangle, to write from."""
         return self.held[tuple(index.offset)].tensor.detach()
 
 
@@ -194,9 +197,7 @@ class Saver:
     ) -> None:
         self.folder, self.background = folder, background
         self.world = (world or World()).apart(timeout)  # it may communicate while the run does
-        # Tells the library who takes part.
-        self._all_ranks = {"process_group": self.world.group, "no_dist": self.world.world_size == 1}
-        self._thread = ThreadPoolExecutor(1, "checkpoints", _compute_on, (self.world.device,))
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._writing: Future[None] | None = None  # in the background
 
     def save(
@@ -215,12 +216,8 @@ class Saver:
                 Earlier checkpoints stay intact.
         """
         self.wait()  # at most one is being written
-        last = names(self.folder)[-1:]
-        name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
-        if self.world.is_main:
-            with self._writes(name):
-                _aside_of(self.folder / name).mkdir(parents=True)
-        name = self.world.from_main(name)  # as rank 0 has named it
+        last = ["0", *names(self.folder)][-1]
+        name = self.world.from_main(f"{int(last.split('-')[0]) + 1:06d}-{label}")
         sizes = {file: len(content) for file, content in files.items()}
         full_state = {"format": FORMAT, "bytes": sizes, **state}
         texts = {STATE: json_text(full_state, indent=1).encode(), **files}
@@ -234,32 +231,43 @@ class Saver:
         return name
 
     def _write(self, name: str, held: Iterable[Held], texts: Mapping[str, bytes]) -> None:
-        """Each rank writes its tensors, then rank 0 the rest."""
+        """Each rank writes its tensors, rank 0 the rest."""
+        world, aside = self.world, self.folder / f".{name}.part"
+        if world.device.type == "cuda":  # a new thread has the first, and would take memory there
+            torch.accelerator.set_device_index(world.device)
+        try:
+            with writing(f"--workdir {self.folder.parent}: checkpoint {name}"):
+                if world.is_main:
+                    aside.mkdir(parents=True)
+                world.gather(None)
+                # A host that does not see the folder of rank 0 has another disk.
+                with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
+                    self._write_tensors(Path(own), by_name(held))
+                    mine = [] if own == aside else Path(own).iterdir()
+                    received = world.gather({path.name: path.read_bytes() for path in mine})
+                if world.is_main:
+                    self._complete(aside, name, texts, *received)
+        except BaseException:
+            if world.is_main:  # torchrun's next attempt needs the room on the disk
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        world.gather(None)  # rank 0 has renamed the folder
+
+    def _write_tensors(self, folder: Path, tensors: dict[str, Any]) -> None:
+        """What the library writes. Raises, on all ranks, the error of one."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        aside, tensors = _aside_of(self.folder / name), by_name(held)
-        sent: dict[str, bytes] = {}
+        settings = {"process_group": self.world.group, "no_dist": self.world.world_size == 1}
         try:
-            with self._writes(name), _unwrapped():
-                # Rank 0 has made the folder; a host that does not see it has another disk.
-                with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
-                    save(tensors, storage_writer=FileSystemWriter(own), **self._all_ranks)
-                    if own != aside:
-                        sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-                received = self.world.gather(sent)
-                if self.world.is_main:
-                    self._complete(name, texts, *received)
-        except BaseException:
-            if self.world.is_main:  # torchrun's next attempt needs the room on the disk
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-        self.world.gather(None)  # rank 0 has renamed the folder
+            save(tensors, storage_writer=FileSystemWriter(folder), **settings)
+        except CheckpointException as raised:
+            raise next(iter(raised.failures.values()))[0] from None
 
-    def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:
+    def _complete(self, aside: Path, name: str, *others: Mapping[str, bytes]) -> None:
         """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
-        aside = _aside_of(self.folder / name)
-        for files in more:
+        for files in others:
             for file, content in files.items():
                 (aside / file).write_bytes(content)
         for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
@@ -267,45 +275,38 @@ class Saver:
         aside.rename(self.folder / name)  # atomic
         _sync(self.folder)  # the name, too
 
-    def _writes(self, name: str) -> AbstractContextManager[None]:
-        return writing(f"--workdir {self.folder.parent}: checkpoint {name}")
-
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises RunError."""
         if self._writing is not None:
             self._writing.result()
 
     def load(self, checkpoint: Checkpoint, held: Iterable[Held]) -> None:
-        """Fills the records' tensors.
+        """Fills the records' tensors. Rank 0, whose folder others may not see, reads one after the
+        other, and sends it.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape, or a file cannot be read.
+            CheckpointError: a tensor is missing or has another shape.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        wanted, stored = by_name(held), checkpoint.tensors
-        folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
-        reader = FileSystemReader(folder)
+        stored, wanted = checkpoint.tensors, defaultdict(list)
+        for x in held:
+            if x.name not in stored or stored[x.name].size != x.shape:
+                lacks = f"has no {x.name} of shape {x.shape}: it is of another model"
+                raise CheckpointError(f"--resume: {checkpoint.folder} {lacks}")
+            wanted[x.name].append(x)
+        reader = FileSystemReader(checkpoint.folder)
         reader.read_metadata = lambda *_, **__: checkpoint.metadata  # type: ignore[method-assign]
-        # Do all ranks see rank 0's folder?
-        shared = len(set(self.world.gather(_identity(folder)))) == 1
-        with _loading(checkpoint.folder), _unwrapped():
-            for name, tensor in wanted.items():
-                if name not in stored or stored[name].size != tensor.size():
-                    raise ValueError(f"no {name} of shape {tuple(tensor.shape)} is in it")
-            if shared:
-                load(wanted, storage_reader=reader, **self._all_ranks)
-                return
-            for name, t in stored.items():  # rank 0 reads and sends one after the other
-                tensor = torch.empty(t.size, dtype=t.properties.dtype)
-                if self.world.is_main:
-                    load({name: tensor}, storage_reader=reader, no_dist=True)
-                dist.broadcast(tensor, 0, self.world.group)
-                for x in wanted[name].held.values() if name in wanted else ():
-                    sides = zip(x.offsets, x.tensor.shape, strict=True)
-                    rectangle = tensor[tuple(slice(at, at + n) for at, n in sides)]
-                    x.tensor.detach().copy_(rectangle)
+        for name in sorted({name for names in self.world.gather([*wanted]) for name in names}):
+            whole = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+            if self.world.is_main:
+                load({name: whole}, storage_reader=reader, no_dist=True)
+            if self.world.world_size > 1:
+                dist.broadcast(whole, 0, self.world.group)
+            for x in wanted[name]:
+                sides = zip(x.offsets, x.tensor.shape, strict=True)
+                x.tensor.detach().copy_(whole[tuple(slice(at, at + n) for at, n in sides)])
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
@@ -320,40 +321,6 @@ class Saver:
     def _remove(self, unwanted: list[str]) -> None:
         for name in unwanted if self.world.is_main else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
-
-
-def _compute_on(device: torch.device) -> None:
-    """Makes a GPU the one of this thread. A new thread has the first, on which each rank would
-    take memory for its own part of the driver."""
-    if device.type == "cuda":
-        torch.accelerator.set_device_index(device)
-
-
-@contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Raises the error that the library has wrapped, on all ranks that use it."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as raised:
-        raise next(iter(raised.failures.values()))[0] from None
-
-
-@contextmanager
-def _loading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"--resume: {folder} cannot be loaded: {error}") from None
-
-
-def _identity(folder: Path) -> tuple[int, ...]:
-    """Identifies this host's file: ranks that see the same one share a folder. () without one."""
-    with suppress(OSError):
-        status = (folder / METADATA).stat()
-        return status.st_ino, status.st_ctime_ns  # no copy of the file has the same
-    return ()
 
 
 # In a folder
@@ -464,11 +431,6 @@ class _Metadata(pickle.Unpickler):
                 "needs: do not load files of people whom you do not trust"
             )
         return super().find_class(module, name)
-
-
-def _aside_of(folder: Path) -> Path:
-    """The temporary name of a folder that must appear whole."""
-    return folder.with_name(f".{folder.name}.part")
 
 
 def _sync(path: Path) -> None:

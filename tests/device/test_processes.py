@@ -26,7 +26,7 @@ from tests.equivalence.table import Row, find
 from tests.remote import on_device
 from training.checkpoint import Saver
 from training.launch.world import World
-from training.layouts.layout import parameters_of
+from training.layouts.layout import Held, parameters_of
 from training.loop import seed_step, train
 
 STEPS = 2
@@ -149,5 +149,6 @@ def test_tensor_ranks_drop_the_same_where_they_hold_the_same(sequence: str) -> N
 def test_a_checkpoint_in_the_background_is_written_on_the_ranks_device(tmp_path: Path) -> None:
     """There the library asks for its stream. On the first device each rank would hold memory."""
     saver = Saver(tmp_path, World(device=torch.device("cuda", 1)), background=True)
+    saver.save("a", [Held.whole("x", torch.ones(2))], {}, {})
     assert saver._thread.submit(torch.cuda.current_device).result() == 1
     assert torch.cuda.current_device() == 0

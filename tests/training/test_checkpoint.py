@@ -347,9 +347,6 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
     saver, wrong = saver_of(rank, world_size, folder, common=False), []
     for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
         saved = saver.save("a", write(rank, world_size), {}, {})
-        if rank:  # this host has a copy of one file, but not of all files
-            (saver.folder / saved).mkdir(parents=True)
-            shutil.copy2(folder / "host0" / saved / ".metadata", saver.folder / saved)
         expected = read(rank, world_size)
         found = [replace(x, tensor=torch.zeros_like(x.tensor)) for x in expected]
         saver.load(of_main(saver, saved), found)
@@ -374,16 +371,13 @@ def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_doe
     assert writer == {"matrix": SHARD, **others}
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     found = open_checkpoint(
         tmp_path / saver.save("a", [Held.whole("x", torch.zeros(4, 3))], {}, {})
     )
-    head = f"^--resume: {found.folder} cannot be loaded: "
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
         shape = re.escape(str(tuple(tensor.shape)))
-        with pytest.raises(CheckpointError, match=f"{head}no {name} of shape {shape} "):
+        said = f"^--resume: {found.folder} has no {name} of shape {shape}: it is of another model"
+        with pytest.raises(CheckpointError, match=said):
             saver.load(found, [Held.whole(name, tensor)])
-    (found.folder / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
-        saver.load(found, [Held.whole("x", torch.zeros(4, 3))])
