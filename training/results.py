@@ -44,6 +44,7 @@ from typing import Any
 import torch
 
 from runtime.cores import core_slice
+from training.checkpoint import names
 from training.optimization import Optimizers
 from training.options import Options
 
@@ -68,12 +69,11 @@ from .tasks.task import Score, TrainingTask
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and the numbers to write."""
 
-# What a run leaves in its workdir: what shows that there was one, and the rest.
-WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
+# What a run leaves in its workdir. The last shows that there was one, as does a checkpoint.
 OF_A_RUN = (
-    "*gen_epoch*.json", "profile_rank*.json", "timeline_*.png", "report.html",
-    OPTIONS, SUMMARY, PICTURE, METRICS, TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json",
-    CHECKPOINTS,
+    CHECKPOINTS, "*_results_epoch*.json", "*gen_epoch*.json", "timeline_rank*.json",
+    "timeline_*.png", "profile_rank*.json", "report.html", OPTIONS, SUMMARY, PICTURE,
+    TENSORBOARD, METRICS,
 )  # fmt: skip
 
 
@@ -129,22 +129,14 @@ class Results:
         if self.world.is_main:
             if not self.resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
-            self._write_options(shlex.join(["python", *sys.argv]))
+            command = shlex.join(["python", *sys.argv])
+            write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
             self.sinks = _sinks(args, steps_done)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
         self._say_row(*self.columns)
-
-    def _write_options(self, command: str) -> None:
-        """With the command and, after a resume, those before it, which trained the model, too."""
-        before = commands_of(self.args.workdir) if self.resumed else []
-        if before[-1:] == [command]:  # started again
-            before.pop()
-        earlier = {"earlier_commands": before} if before else {}
-        content = {**options_of(self.args), "command": command, **earlier}
-        write_json(self.args.workdir / OPTIONS, content)
 
     def say_start(self, validation_loss: float, score: Score) -> None:
         """Prints the row of the untrained model."""
@@ -278,13 +270,6 @@ def options_of(args: Options) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "typed"}
 
 
-def commands_of(workdir: Path) -> list[str]:
-    """The commands that have trained what is in a workdir: the first, and those that resumed it."""
-    path = workdir / OPTIONS
-    options = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return [*options.get("earlier_commands", []), *filter(None, [options.get("command")])]
-
-
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; those of steps have a `loss`, those of evaluations have none."""
     text = (workdir / METRICS).read_text(encoding="utf-8")
@@ -292,14 +277,14 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves the files of an earlier run, if it left results, a timeline or a checkpoint, into the
-    folder earlier_1, or earlier_2, ..., of `workdir`, and returns that folder."""
-    if not any(True for pattern in WORTH for _ in workdir.glob(pattern)):
+    """Moves the files of an earlier run, if there was one, into the folder earlier_1, or earlier_2,
+    ..., of `workdir`, and returns that folder."""
+    if not ((workdir / METRICS).exists() or names(workdir / CHECKPOINTS)):
         return None
     aside = next(p for n in itertools.count(1) if not (p := workdir / f"earlier_{n}").exists())
     with writing(aside):
         aside.mkdir()
-        for pattern in OF_A_RUN:  # WORTH is last: after an interruption the next run moves the rest
+        for pattern in OF_A_RUN:  # after an interruption the next run moves the rest
             for path in workdir.glob(pattern):
                 path.rename(aside / path.name)
     return aside
@@ -339,19 +324,20 @@ def _sinks(args: Options, steps_done: int) -> list[Sink]:
 
 def _json_lines(path: Path, steps_done: int) -> Sink:
     """Goes on after the lines of the steps that are done. They are the only record of their losses:
-    the file is replaced by a whole one, and never cut."""
-    lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
-    whole = [line for line in lines if line.endswith("}\n")]  # the last may be cut off
-    # A step comes before its evaluation, which is repeated after the last step that is done.
-    places = [(x["step"], "loss" not in x) for x in map(json.loads, whole)]
-    last = (steps_done, False)
-    kept = [line for line, place in zip(whole, places, strict=True) if place <= last]
-    write_text(path, "".join(kept))
-    with writing(path):
-        file = path.open("a", encoding="utf-8", buffering=1)
+    the file is replaced by a whole one, and never cut. It is there after the first step."""
+
+    def is_done(line: str) -> bool:
+        """The last line may be cut off. A step comes before its evaluation, which is repeated after
+        the last step that is done."""
+        numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
+        return numbers["step"] + ("loss" not in numbers) <= steps_done
+
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(True)
+        write_text(path, "".join(filter(is_done, lines)))
 
     def write(_: int, numbers: Mapping[str, Any]) -> None:
-        with writing(path):
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_text(numbers, indent=None))
 
     return write

@@ -24,7 +24,7 @@ from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, commands_of, peak_bytes, set_aside, spread
+from training.results import Results, Totals, peak_bytes, set_aside, spread
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -109,28 +109,6 @@ def test_the_table_and_the_lines_of_the_course(
     ]  # fmt: skip
 
 
-def test_a_resumed_run_keeps_the_commands_that_trained_before(
-    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once, though torchrun may start one several times."""
-    results.task.files = {"config.json": b"{}"}
-    results.task.describe = lambda: ""  # type: ignore[method-assign]
-    results.model.description = ""
-
-    def begin(line: str, resumed: bool = True) -> list[str]:
-        monkeypatch.setattr("sys.argv", line.split())
-        results.begin([], int(resumed))
-        return commands_of(tmp_path)
-
-    begin("a.py", resumed=False)
-    assert (tmp_path / "config.json").read_bytes() == b"{}"
-    begin("b.py --resume")
-    assert begin("b.py --resume") == ["python a.py", "python b.py --resume"]
-    every = ["python a.py", "python b.py --resume", "python c.py --resume"]
-    assert begin("c.py --resume") == every
-    assert begin("d.py", resumed=False) == ["python d.py"]
-
-
 def test_a_summary_is_of_all_ranks_and_steps(results: Results, tmp_path: Path) -> None:
     ranks = [(10, {"parameters": 4}), (20, {"parameters": 5})]  # their memory and its parts
     results.world = Mock(is_main=True, device=torch.device("cpu"), gather=lambda _: ranks)
@@ -188,24 +166,22 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     assert read_json(path) == {"loss": 1} and names_in(tmp_path) == ["summary.json"]
 
 
-def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path) -> None:
+def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
     """All that it has left, each time into a folder of its own, and nothing else."""
-    kept = ["config.json", "my_notes.json", "exported"]
-    worth = ["rank0_results_epoch0.json", "timeline_rank1.json", "checkpoints/000001-epoch0-step4"]
-    for n, name in enumerate(worth, 1):
-        for other in (
-            *kept, "training.png", "timeline_w.png", "report.html", "options.json", "metrics.jsonl"
-        ):  # fmt: skip
-            (tmp_path / other).write_text(str(n))
+    kept = ["config.json", "my_notes.json", "exported", "summary.json", "checkpoints"]
+    (tmp_path / "checkpoints").mkdir()
+    for name in kept[:-1]:
+        (tmp_path / name).write_text("mine")
+    assert set_aside(tmp_path) is None  # no run was here
+    kept.remove("summary.json")  # a run would have written its own there
+    for n, name in enumerate(("metrics.jsonl", "checkpoints/000001-epoch0-step4"), 1):
+        left = ["training.png", "timeline_w.png", "rank0_results_epoch0.json", "options.json", name]
+        for file in left:
+            (tmp_path / file).write_text(str(n))
+        assert set_aside(tmp_path) == tmp_path / f"earlier_{n}"
+        assert [(tmp_path / f"earlier_{n}" / file).read_text() for file in left] == [str(n)] * 5
         (tmp_path / "checkpoints").mkdir()
-        assert set_aside(tmp_path) is None  # it was stopped before the end of an epoch
-        (tmp_path / name).touch()
-        folder = set_aside(tmp_path)
-        assert folder == tmp_path / f"earlier_{n}"
-        assert (folder / "training.png").read_text() == str(n)
-        assert (folder / name).exists()
-        assert len(list(folder.iterdir())) == (6 if "/" in name else 7)
-    assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
+    assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2"])
 
 
 def test_output_that_nobody_reads_any_more(
