@@ -311,9 +311,9 @@ class DistributedDataParallel(nn.Module):
         )
         self.buckets.watch()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch."""
-        return self.module(*args, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:

@@ -104,10 +104,10 @@ class GPT2ModelParallel(GPT2Model):
         """Not as a submodule: the blocks are in ``h``, and would be in the state_dict twice."""
         object.__setattr__(self, "h_pp", pipe)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Like `GPT2Model.forward`, with its arguments. ValueError for a cache or an encoder."""
         if self.h_pp is None:
-            return super().forward(*args, **kwargs)
+            return super().forward(*inputs, **kwargs)
         if any(kwargs.get(key) is not None for key in ("past_key_values", "encoder_hidden_states")):
             raise ValueError(
                 "a parallelized GPT-2 keeps no key-value cache and has no encoder: pass "
@@ -116,7 +116,7 @@ class GPT2ModelParallel(GPT2Model):
         blocks = self.get_submodule("h")
         self.h = nn.ModuleList([AllBlocks(self)])
         try:
-            return super().forward(*args, **{**kwargs, "use_cache": False})
+            return super().forward(*inputs, **{**kwargs, "use_cache": False})
         finally:
             self.h = blocks
 

@@ -31,8 +31,8 @@ class WithDevice(nn.Module):
         self._module = module
         self._device = torch.device(device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._module(*inputs, **kwargs)
 
     @property
     def module(self) -> nn.Module:

@@ -44,9 +44,9 @@ from planning.describe import (
     model_of,
 )
 from planning.simulate import Simulation, Simulator, Work, with_times
-from project.command_line import Parser, helps_of, values_of
+from project.command_line import Parser, helps_of
 from training.launch.errors import counted, refuse
-from training.options import count
+from training.options import count, flag
 
 BAR = 30  # characters of a whole bar
 TRAIN_NAMES = {  # of options in train.py
@@ -67,7 +67,9 @@ def fields_of(kind: type) -> Iterator[tuple[list[str], dict[str, Any]]]:
     for name, meaning in helps_of(kind).items():
         names = [TRAIN_NAMES.get(name, name), name]
         words = choices(hints[name])
-        settings = values_of(bool if hints[name] is bool else count)
+        settings: dict[str, Any] = {"type": count, "metavar": "N"}
+        if hints[name] is bool:  # --tied false
+            settings = {"type": flag, "nargs": "?", "const": True}
         if words:
             settings = {"choices": words, "type": type(words[0])}
         settings |= {"dest": name, "help": meaning}

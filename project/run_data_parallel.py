@@ -20,14 +20,22 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.command_line import begin, parse_options
 from runtime.axes import sizes
-from training.options import Options
+from training.options import (
+    Architecture,
+    Data,
+    DataParallel,
+    Files,
+    Options,
+    Processes,
+    Training,
+)  # fmt: skip
 
 
 @dataclass
 class DataParallelOptions(Options):
     """The options of run_data_parallel.py."""
 
-    PROGRAM = "run_data_parallel.py"
+    GROUPS = (Training, Data, Architecture, Files, Processes, DataParallel)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,23 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.command_line import begin, parse_options
 from runtime.axes import sizes
-from training.options import Count, Options
+from training.options import (
+    Architecture,
+    Count,
+    Data,
+    Files,
+    Options,
+    Stages,
+    Threads,
+    Training,
+)  # fmt: skip
 
 
 @dataclass
 class PipelineOptions(Options):
     """The options of run_pipeline.py."""
 
-    PROGRAM = "run_pipeline.py"
+    GROUPS = (Training, Data, Architecture, Files, Threads, Stages)
     num_microbatches: Count | None = 4
 
 

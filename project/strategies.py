@@ -85,47 +85,45 @@ class Strategy(NamedTuple):
         axis: of the mesh, where its ranks are; None: on several, as the options say.
         whole: whether every rank holds the whole model; else ranks exchange tensors within a step.
         summary: for the list of strategies.
-        options: of those that only some strategies have.
         usual: options of which its default is another one.
-        hidden: options of which it leaves no choice: they may be typed, and --help leaves them out.
     """
 
     axis: str | None
     whole: bool
     summary: str
-    options: str
     usual: Mapping[str, Any] = MappingProxyType({})
-    hidden: str = ""
 
 
-ONE = "world_size master_port"
-EXPERTS = "experts top_k balance_coefficient"
 STRATEGIES = {
     "none": Strategy("dp", True, "one process; prints every step",
-                     f"compile {EXPERTS}", {"world_size": 1, "print_steps": True}, ONE),
-    "single": Strategy("dp", True, "one process", f"compile {EXPERTS}", {"world_size": 1}, ONE),
-    "ddp": Strategy("dp", True, "the whole model on every rank, a part of each batch on each",
-                    f"compile {EXPERTS} ep"),
-    "fsdp": Strategy("dp", False, "a shard of every layer on each rank, a part of each batch on "
-                     "each", f"zero {EXPERTS} ep", {"zero": 3}),
+                     {"world_size": 1, "print_steps": True}),
+    "single": Strategy("dp", True, "one process", {"world_size": 1}),
+    "ddp": Strategy("dp", True, "the whole model and a part of each batch on every rank"),
+    "fsdp": Strategy("dp", False, "a shard of every layer and a part of each batch on every rank",
+                     {"zero": 3}),
     "pipeline": Strategy("pp", False, "some of the layers on each rank, micro-batches flowing "
-                         "through them", f"schedule chunks balance {EXPERTS}"),
+                         "through them"),
     "model": Strategy("pp", False, "the same with one micro-batch: one rank computes at a time",
-                      f"balance {EXPERTS}", {"schedule": "gpipe"}, "num_microbatches"),
-    "tensor": Strategy("tp", False, "a part of every matrix on each rank, all of the batch (GPT-2)",
-                       "sequence_parallel", hidden="vgg_width"),
-    "context": Strategy("cp", False, "a part of every sequence on each rank, all of the batch "
-                        "(GPT-2)", f"attention zero {EXPERTS}", hidden="vgg_width"),
-    "3d": Strategy(None, False, "all of them together: --dp 2 --pp 2 --tp 2",
-                   "dp cp pp tp schedule chunks balance sequence_parallel attention zero "
-                   f"{EXPERTS} ep"),
+                      {"schedule": "gpipe"}),
+    "tensor": Strategy("tp", False, "a part of every matrix on each rank (GPT-2)"),
+    "context": Strategy("cp", False, "a part of every sequence on each rank (GPT-2)"),
+    "3d": Strategy(None, False, "all of them together: --dp 2 --pp 2 --tp 2"),
 }  # fmt: skip
-ONLY_SOME = {option for row in STRATEGIES.values() for option in row.options.split()}
-"""The options that only some strategies have."""
+ONLY = {
+    "dp": "3d", "cp": "3d", "pp": "3d", "tp": "3d", "ep": "ddp fsdp 3d",
+    "schedule": "pipeline 3d", "chunks": "pipeline 3d", "balance": "pipeline model 3d",
+    "sequence_parallel": "tensor 3d", "attention": "context 3d", "zero": "fsdp context 3d",
+    "compile": "none single ddp",
+}  # fmt: skip
+"""The options that only some strategies have, and those strategies."""
+
+
+def owners(option: str) -> list[str]:
+    """The strategies that have an option."""
+    return ONLY[option].split() if option in ONLY else [*STRATEGIES]
 
 
 def page_of(strategy: str) -> str:
-    """What --help says of a strategy. (Python without docstrings, -OO, has the summary alone.)"""
+    """What --help says of a strategy."""
     _, *parts = re.split(r"^(\w+)\n", __doc__ or "", flags=re.MULTILINE)
-    pages = dict(zip(parts[::2], parts[1::2], strict=True))
-    return dedent(pages.get(strategy, STRATEGIES[strategy].summary))
+    return dedent(dict(zip(parts[::2], parts[1::2], strict=True))[strategy])

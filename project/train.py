@@ -21,14 +21,29 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from project.command_line import begin, parse_options
 from project.strategies import STRATEGIES
 from runtime.axes import AXES, FACTORS, named, ranks_of
-from training.options import UNSET, VGG, Count, Fraction, Options, Positive
+from training.options import (
+    UNSET,
+    VGG,
+    Architecture,
+    Axes,
+    Count,
+    Data,
+    Files,
+    Fraction,
+    Options,
+    Positive,
+    Processes,
+    Stages,
+    Tools,
+    Training,
+)  # fmt: skip
 
 
 @dataclass
 class TrainOptions(Options):
     """The options of train.py."""
 
-    PROGRAM = "train.py"
+    GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
     n_epochs: Count = 1
     batch_size: Count = 32
     """examples per step: the global batch, of all ranks together, not of each rank"""

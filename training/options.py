@@ -1,8 +1,8 @@
 """The options of a run: name, type, default and help, each once.
 
 An option that is UNSET gets its value before anything starts (project/rules.py). A program has some
-of the groups of options below (PROGRAMS), and may give one another default; an option that it lacks
-keeps the default that is here.
+of the groups of options below, and may give one another default; an option that it lacks keeps the
+default that is here.
 
 This module does not import torch, so --help and a mistyped option are answered at once.
 """
@@ -302,7 +302,7 @@ class DataParallel:
     """size of a bucket in MiB, for --gradient_sync overlap; default: 4, or 25 over NCCL"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which buckets are sent"""
-    pytest: bool = False
+    pytest: Annotated[bool, flag] = False
     """train one epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
 
 
@@ -310,9 +310,9 @@ class DataParallel:
 class Options(
     Training, Data, Architecture, Files, Processes, Axes, Threads, Stages, DataParallel, Tools
 ):
-    """All options. A program's own class has its name, and its defaults."""
+    """All options. A program's own class has its groups of options, and its defaults."""
 
-    PROGRAM: ClassVar[str]
+    GROUPS: ClassVar[tuple[type, ...]]
     strategy: str = "single"
     """how the model is laid out on the processes"""
     typed: Set[str] = frozenset()
@@ -324,10 +324,4 @@ def option_names(*groups: type) -> list[str]:
     return [field.name for group in groups for field in fields(group)]
 
 
-PROGRAMS: dict[str, tuple[type, ...]] = {
-    "run_data_parallel.py": (Training, Data, Architecture, Files, Processes, DataParallel),
-    "run_pipeline.py": (Training, Data, Architecture, Files, Threads, Stages),
-    "train.py": (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools),
-}
-"""The groups of options that each program has."""
 O = TypeVar("O", bound=Options)  # noqa: E741

@@ -25,7 +25,7 @@ from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import PROGRAMS, Architecture, Data, O, Options, option_names, spelt
+from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
@@ -92,7 +92,7 @@ def as_it_was(args: O, *strategies: str) -> O:
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
     if other or OF_LAYOUT & args.typed:
         left |= OF_LAYOUT
-    names = saved.keys() & {*option_names(*PROGRAMS[args.PROGRAM])} - left
+    names = saved.keys() & {*option_names(*args.GROUPS)} - left
     taken = {name: saved[name] for name in names}
     for name in taken.keys() & {"n_train", "n_validation", "n_test"}:
         taken[name] = taken[name] or "all"  # as it is typed
@@ -131,7 +131,7 @@ def find_resume(args: Options) -> Resume:
         rows = [row for row in (("with", "use", had), ("without", "leave out", lacked)) if row[2]]
         how = " and ".join(f"{word} {options}" for word, _, options in rows)
         works = " and ".join(f"{word} {options}" for _, word, options in rows)
-        here = {*differ} <= {*option_names(*PROGRAMS[args.PROGRAM])}
+        here = {*differ} <= {*option_names(*args.GROUPS)}
         instead = works if here else "use the program that saved it"
         raise UserError(
             f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "

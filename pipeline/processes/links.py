@@ -206,13 +206,13 @@ def _next_size(size: int, expected: int) -> int:
     return max(size, expected * 3 // 4)
 
 
-def _try(call: Callable[..., Any], *args: Any) -> Any:
+def _try(call: Callable[..., Any], *inputs: Any) -> Any:
     """A call of torch.distributed, whose error is a `PeerError`. A connection closes only when
     nothing refers to it any more, and a traceback refers to the locals of its functions: so the
     error is raised without them."""
     try:
-        return call(*args)
+        return call(*inputs)
     except RuntimeError as error:
         problem = f"it has ended, or is silent: {str(error).splitlines()[0]}"
-    del call, args
+    del call, inputs
     raise PeerError(problem)

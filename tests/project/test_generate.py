@@ -166,7 +166,7 @@ def test_what_cannot_generate(
     not_utf8 = "standard input: 'utf-8' codec can't .*in line 1; text in UTF-8 works"
     refused(not_utf8, generate.read_lines, generate.parse_generate(["work"]))
     for wrong, why in (
-        (["-x"], "-x: there is no such option"),
+        (["-x"], "unrecognized arguments: -x"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["Ei", "--export", "new"], "TEXT and --export: one works at a time"),
     ):

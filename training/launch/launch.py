@@ -89,11 +89,11 @@ def libraries(args: Options) -> list[str]:
     return ["torch._dynamo", "torch.distributed.checkpoint", *of_text]
 
 
-def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
-    """Runs main(world, *args) on every rank, and returns when all have returned.
+def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
+    """Runs main(world, *inputs) on every rank, and returns when all have returned.
 
     Under torchrun this process is a rank; otherwise `settings.world_size` processes are started
-    here. `main` and `args` must be picklable. `settings` are the options that say how.
+    here. `main` and `inputs` must be picklable. `settings` are the options that say how.
 
     Raises:
         UserError: the device or the port is not available, or a rank raised it.
@@ -102,7 +102,7 @@ def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
     """
     quiet_libraries()  # here, since ranks import libraries before they run our code
     if torchrun_world_size() is not None:
-        _join_torchrun(main, settings, args)
+        _join_torchrun(main, settings, inputs)
         return
     listener = listen(settings.master_port or 0)  # before any process starts
     forks = sys.platform == "linux" and not torch.cuda.device_count()
@@ -124,7 +124,7 @@ def launch(main: Callable[..., None], settings: Options, *args: Any) -> None:
         for rank in range(settings.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, port, settings, theirs, last, main, args)
+                target=_rank_main, args=(rank, port, settings, theirs, last, main, inputs)
             )
             process.start()
             processes.append(process)

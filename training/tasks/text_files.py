@@ -295,13 +295,13 @@ def from_hub(dataset: str) -> Mapping[str, Any]:
             ) from error
 
 
-def load_splits(source: str, **options: Any) -> Mapping[str, Any]:
+def load_splits(source: str, **settings: Any) -> Mapping[str, Any]:
     """The splits of a dataset on the hub, or what a reader of `datasets` gives."""
     import datasets  # here: it takes seconds to import
 
     if not Path(source).is_dir():
         try_hub()
-    return datasets.load_dataset(source, **options)
+    return datasets.load_dataset(source, **settings)
 
 
 def try_hub() -> None:

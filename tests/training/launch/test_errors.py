@@ -18,7 +18,7 @@ import os, signal, sys, time
 from project.command_line import begin
 from training.options import Options
 
-Options.PROGRAM = "run_data_parallel.py"
+Options.GROUPS = ()
 {before}
 sys.argv = ["program"]
 begin(Options, None)
@@ -68,14 +68,3 @@ def test_a_system_without_posix_signals_is_refused_in_the_first_line_that_fails(
     assert done.returncode == 1
     assert done.stderr.startswith("This program runs on Linux and macOS. On Windows use WSL (")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("program", ["run_data_parallel.py", "run_pipeline.py", "train.py ddp"])
-def test_a_python_without_docstrings_is_refused(program: str) -> None:
-    """By transformers it would be, with a traceback."""
-    line = [sys.executable, "-OO", *f"project/{program}".split()]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "python -OO removes docstrings, which transformers reads; python -O works\n"
-    )

@@ -53,7 +53,7 @@ def test_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
     """To a program, which passes it on to its ranks. The losses are those of a run that was left
     alone, bit for bit."""
-    line = f"train pipeline {TINY} --n_train 240 --benchmark_only --async_save true --workdir "
+    line = f"train pipeline {TINY} --n_train 240 --benchmark_only --async_save --workdir "
     alone, work = tmp_path / "alone", tmp_path / "work"
     _, *words = f"{line}{work} --world_size 2".split()
     program = Terminal([str(ROOT / "project" / "train.py"), *words], tmp_path)
