@@ -172,7 +172,7 @@ class Files:
     moved to its earlier_1, earlier_2, ..."""
     resume: bool = False
     """continue from the newest intact checkpoint in the workdir, if there is one, with the options
-    of the saved run; device, core, compilation, recording and check options are set each time"""
+    of the saved run that are not typed"""
     save_every: Count | None = None
     """save a checkpoint every N steps, besides the one at the end of each epoch"""
     keep: Whole = 2

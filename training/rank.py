@@ -71,9 +71,8 @@ def run_rank(
         RunError: the ranks differ, or the work has raised it.
     """
     # Other hosts may have other folders: what rank 0 finds in its own counts for all.
-    resume = world.on_main(lambda: find_resume(args))
+    resume, of_main = world.on_main(lambda: (find_resume(args), vars(args)))
     if args.resume:
-        of_main = vars(world.from_main(args))
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})
     task = task_of(args, world, resume)
     if world.world_size > 1:  # all ranks go on, or none

@@ -15,7 +15,6 @@ No result includes the time of saving.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -39,16 +38,13 @@ DECIDE = {
     "lr_scheduler", "warmup_steps", "max_grad_norm", "precision", "comm_dtype", "seed",
     "max_batches", "vgg_width", "experts", "top_k", "balance_coefficient",
 }  # fmt: skip
+# A resume takes all options of a row or, if one of them was typed, none: how long the run is; in
+# which order the ranks compute it.
 LENGTH = {"n_epochs", "num_batches"}
-# In which order the ranks compute it. A resume takes all of these or, if one was typed, none.
 OF_LAYOUT = {
     "world_size", *AXES, "zero", "sequence_parallel", "attention", "schedule", "chunks", "balance",
     "num_microbatches", "recompute", "gradient_sync", "bucket_mb", "num_devices", "pipeline",
-}  # fmt: skip
-# Of one computer, or of one start. A resume takes none of these.
-OF_ONE_START = {
-    "resume", "workdir", "device", "cores_per_rank", "master_port", "compile", "timeline",
-    "profile", "print_steps", "pytest", "check_weights", "check_output",
+    "compile",
 }  # fmt: skip
 
 
@@ -82,11 +78,12 @@ NO_RESUME = Resume(None)
 
 def as_it_was(args: O, *strategies: str) -> O:
     """With --resume, the program's options of the run whose newest intact checkpoint is in the
-    workdir, but those that were typed. The layout is taken if that run had one of `strategies`,
-    none of the layout was typed, and torchrun does not decide how many ranks there are."""
+    workdir, but those that were typed, and checks: a flag cannot be taken back. The layout is taken
+    if that run had one of `strategies`, none of the layout was typed, and torchrun does not decide
+    how many ranks there are."""
     checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
     saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
-    left = OF_ONE_START | args.typed
+    left = {"workdir", "check_weights", "check_output", *args.typed}
     if LENGTH & args.typed:
         left |= LENGTH
     other = saved.get("strategy") not in strategies or torchrun_world_size() is not None
@@ -125,33 +122,23 @@ def find_resume(args: Options) -> Resume:
     # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
-        words = [spelt(key, was[key]) for key in differ]
-        had = " ".join(word for word in words if not word.startswith("no --"))
-        lacked = " ".join(word[3:] for word in words if word.startswith("no --"))
-        rows = [row for row in (("with", "use", had), ("without", "leave out", lacked)) if row[2]]
-        how = " and ".join(f"{word} {options}" for word, _, options in rows)
-        works = " and ".join(f"{word} {options}" for _, word, options in rows)
-        here = {*differ} <= {*option_names(*args.GROUPS)}
-        instead = works if here else "use the program that saved it"
+        here, there = (" ".join(spelt(key, x[key]) for key in differ) for x in (now, was))
         raise UserError(
-            f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
-            f"{how}; {instead}, or use another --workdir to start a new run"
+            f"{here} with --resume: {name} was saved with {there}; keep that, in a program that "
+            "has it, or use another --workdir to start a new run"
         )
     done, per_epoch = state["steps"], state["steps_per_epoch"]
-    option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)
-    if args.num_batches is not None:
-        option, given, least = "num_batches", args.num_batches, done
-    if given < least:
+    total = args.num_batches or args.n_epochs * per_epoch
+    if total < done:
+        length = "num_batches" if args.num_batches else "n_epochs"
         raise UserError(
-            f"--{option} {given} with --resume: {name} has done {counted(done, 'step')}; "
-            f"--{option} {least} or more works"
+            f"{spelt(length, now[length])} with --resume: {name} has done {counted(done, 'step')} "
+            f"({done / per_epoch:g} epochs); as many or more work"
         )
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
     notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
-    if done >= given * (1 if option == "num_batches" else per_epoch):
-        # A longer run would have another decaying rate, and is refused.
-        then = f"; --{option} {given + 1} trains on" if args.lr_scheduler == "constant" else ""
-        notes.append(f"Nothing is left to train: the run has done {counted(done, 'step')}{then}.")
+    if total == done:
+        notes.append("Nothing is left to train.")
     return Resume(checkpoint, tuple(notes))
 
 

@@ -189,8 +189,8 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
 
 
 def test_the_options_of_a_layout_are_resumed_together() -> None:
-    """Or none is. What is compiled is of each start, and experts are of the model."""
-    assert ONLY.keys() - {"compile"} <= OF_LAYOUT | DECIDE
+    """Or none is. Experts are of the model."""
+    assert ONLY.keys() <= OF_LAYOUT | DECIDE
 
 
 def test_every_option_is_one_of_a_program() -> None:
