@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.communicator import Communicator
-from runtime.guards import Guard, refuse_gradient, refuse_gradient_hooks
+from runtime.guards import ForeignLeaves, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
 from runtime.recorder import Recorder, acting
 from runtime.shared_memory import Wait, aligned
@@ -366,9 +366,7 @@ class FullyShardedDataParallel:
         if loss is None:
             return [None] * len(output)
         wanted = [y for y in output if isinstance(y, Tensor) and y.requires_grad]
-        guard = Guard()
-        guard.enter(wanted)
-        guard.check_no_foreign_leaves(loss, f"the loss after {self.layers[-1].name}")
+        ForeignLeaves(wanted, ()).refuse(loss, f"the loss after {self.layers[-1].name}")
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         of_tensor = {id(y): dy for y, dy in zip(wanted, gradients, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once

@@ -30,7 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph, versions
-from runtime.guards import Guard, refuse_gradient_hooks, refuse_shared_memory
+from runtime.guards import (
+    ForeignLeaves,
+    buffers_unchanged,
+    refuse_gradient_hooks,
+    refuse_shared_memory,
+)
 
 from .shards import Place, ShardedUnit
 
@@ -138,15 +143,15 @@ class GatheredLayer:
         parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         trained = [p for ps in graph.leaves.values() for p in ps]
-        guard = Guard(runs_again=checkpoint)
-        guard.enter([*graph.inputs, *trained])
-        before = versions(parameters)
+        before, foreign = versions(parameters), ForeignLeaves(entered, trained)
         self._put(parameters)
         try:
-            output = guard.call(self.module, entered, self.name, self._around(graph, checkpoint))
+            with self._around(graph, checkpoint):
+                output = self.module(entered)
         finally:
             self._put(self._empty)  # after an error too
         if torch.is_grad_enabled():
+            foreign.refuse(output, self.name)
             refuse_shared_memory(output, self.name)
         if versions(parameters) != before:
             raise ValueError(
@@ -159,7 +164,8 @@ class GatheredLayer:
     @contextmanager
     def _around(self, graph: LayerGraph, checkpoint: bool) -> Iterator[None]:
         again = graph.draws.entered() if checkpoint else nullcontext()  # `recompute` draws the same
-        with again, saved_tensors_hooks(self._pack, _unpack):  # notes, not views
+        unchanged = buffers_unchanged(self.module, self.name, runs_again=checkpoint)
+        with unchanged, again, saved_tensors_hooks(self._pack, _unpack):  # notes, not views
             yield
 
     def backward(

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from runtime.even import even_sizes
-from runtime.guards import refuse_hidden
 
 
 class MicroBatches(list[Any]):
@@ -25,15 +24,13 @@ class MicroBatches(list[Any]):
 
 
 def batch_size(value: Any) -> int:
-    """The common first dimension of all tensors; ValueError if there is none, or several;
-    TypeError if an object hides tensors from pytree."""
-    refuse_hidden(value, "the batch holds")
+    """The common first dimension of all tensors; ValueError if there is none, or several."""
     sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
     if len(sizes) != 1:
         different = ", ".join(map(str, sorted(sizes))) or "no tensor"
         raise ValueError(
-            f"the batch is the first dimension of every tensor, but there: {different}; "
-            "give tensors whose first dimensions are equal"
+            f"the batch is the first dimension of every tensor, but there: {different}; give "
+            "tensors, or tuples, lists and dicts of them, whose first dimensions are equal"
         )
     return int(sizes.pop())
 
@@ -48,8 +45,6 @@ def sizes_by_split(batch: int, split_size: int) -> list[int]:
 
 def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
     """``num_microbatches`` sizes that differ by at most one; fewer if the batch is smaller."""
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. 4")
     return even_sizes(batch, max(1, min(num_microbatches, batch)))
 
 
@@ -59,8 +54,7 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     columns = [  # by leaf, then by micro-batch
         leaf.split(list(sizes)) if _is_batched(leaf) else [leaf] * len(sizes) for leaf in leaves
     ]
-    return [pytree.tree_unflatten([column[i] for column in columns], spec)
-            for i in range(len(sizes))]  # fmt: skip
+    return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(sizes))]
 
 
 def cut_batch(
@@ -76,41 +70,34 @@ def cut_batch(
                 f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
                 "it as MicroBatches too, as many"
             )
-        return x, target
+        return [*x], [*target]
     of_each = sizes(batch_size((x, target)))  # x and target must agree
     return split_batch(x, of_each), split_batch(target, of_each)
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Tensors concatenated along the batch, or None.
+    """Tensors concatenated along the batch, or None; a single micro-batch as it is.
 
-    Raises ValueError if the micro-batches cannot be joined to one value of the batch.
+    Raises ValueError if there are other values, or the micro-batches differ in their nesting.
     """
-    if len(values) == 1:
-        return values[0]
     flat = [pytree.tree_flatten(value) for value in values]  # by micro-batch: leaves, nesting
-    _, spec = flat[0]
-    for i, (_, other) in enumerate(flat):
-        if other != spec:
-            raise ValueError(_NOT_JOINED.format(f"{spec} for micro-batch 0, {other} for {i}"))
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)  # by leaf, then by micro-batch
-    return pytree.tree_unflatten([_joined(column) for column in columns], spec)
+    (first, spec), *others = flat
+    if not others and all(leaf is None or isinstance(leaf, Tensor) for leaf in first):
+        return values[0]
+    columns = [*zip(*(leaves for leaves, _ in flat), strict=False)]  # by leaf, then by micro-batch
+    if all(other == spec for _, other in others) and all(map(_can_be_joined, columns)):
+        joined = [None if column[0] is None else torch.cat(column) for column in columns]
+        return pytree.tree_unflatten(joined, spec)
+    kinds = pytree.tree_map(lambda leaf: type(leaf).__name__, values[0])
+    raise ValueError(
+        "the outputs of the micro-batches cannot be put together to one of the batch (the first: "
+        f"{kinds}): let the last layer return tensors with the batch as first dimension, in every "
+        "micro-batch as many, and give train_step a loss_fn that sums"
+    )
 
 
-_NOT_JOINED = (
-    "the outputs of the micro-batches cannot be put together to one of the batch ({}): let the "
-    "last layer return tensors with the batch as first dimension, in every micro-batch as many, "
-    "and give train_step a loss_fn that sums"
-)
-
-
-def _joined(column: Sequence[Any]) -> Any:
-    """Join one leaf of all micro-batches."""
-    if all(_is_batched(leaf) for leaf in column):
-        return torch.cat(list(column))  # [b_0, ...], [b_1, ...] -> [B, ...]
-    if all(leaf is None for leaf in column):
-        return None
-    raise ValueError(_NOT_JOINED.format(", ".join(type(leaf).__name__ for leaf in column)))
+def _can_be_joined(leaf_of_each: Sequence[Any]) -> bool:
+    return all(map(_is_batched, leaf_of_each)) or all(leaf is None for leaf in leaf_of_each)
 
 
 def _is_batched(leaf: Any) -> bool:

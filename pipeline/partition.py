@@ -128,19 +128,11 @@ def _placed(layer: nn.Module, device: torch.device | None) -> torch.device | Non
     return device or _retrieve_device(layer)
 
 
-def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that `flatten` takes apart, by name: Sequentials and `WithDevice` wrappers.
-
-    A pipeline never calls them.
-    """
-    yield path or "the Sequential", modules
-    for key, layer in modules._modules.items():
-        name = f"{path}.{key}" if path else key
-        while isinstance(layer, WithDevice):
-            yield name, layer
-            layer, name = layer.module, f"{name}._module"
-        if _is_nested(layer):
-            yield from containers(layer, name)
+def holders(modules: nn.Sequential) -> list[nn.Module]:
+    """The modules that `flatten` takes apart, which a pipeline never calls: Sequentials and
+    `WithDevice` wrappers."""
+    called = {m for layer, _ in flatten(modules) for m in layer.modules()}
+    return [m for m in modules.modules() if m not in called]
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:

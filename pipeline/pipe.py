@@ -45,7 +45,7 @@ from runtime.recorder import Recorder
 from . import microbatch
 from .autograd import pipelined
 from .executor import Channel, Dataflow, channels
-from .partition import _split_module, containers
+from .partition import _split_module, holders
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
@@ -89,10 +89,7 @@ class Pipe(nn.Module):
             self.partitions, self.devices = _split_module(module)
         else:
             self.partitions, self.devices = split_by_sizes(module, sizes)
-        self._uncalled = [  # in a list: as submodules they would repeat the partitions' parameters
-            *containers(module),
-            *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
-        ]
+        self._uncalled = [*holders(module), *self.partitions]
         self.peak_alive: list[int] = []
         self._crew = Crew(self.devices)
         self._copiers: dict[tuple[torch.device, torch.device], Copier] = {}
@@ -263,7 +260,7 @@ class Pipe(nn.Module):
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
         leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
         trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        refuse_hooks([("the Pipe", self)])
+        refuse_hooks([self])
         refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES)
         with self._crew.alone():
             stages = self._new_stages(len(inputs))

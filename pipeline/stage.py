@@ -33,26 +33,24 @@ Cost: the stage's activations of a micro-batch, from its forward to its backward
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph, memory_of
-from runtime.guards import Guard, refuse_hidden, refuse_shared_memory
-from runtime.linear import WeightsLater, add, let_weights_wait
+from runtime.guards import ForeignLeaves, buffers_unchanged, refuse_shared_memory
+from runtime.linear import WeightsLater, let_weights_wait
 from runtime.randomness import OfProcess, OfThread, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 
 class _Part:
-    """Layers that share a graph."""
+    """Layers that share a graph. ``first_layer``: its number in the whole model."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         self.layers, self.first_layer = layers, first_layer
@@ -60,21 +58,12 @@ class _Part:
         self.parameters = list(dict.fromkeys(trained))
 
 
-class _Graph(Graph):
-    """One part of the stage. ``later``: the weights' gradients that `differentiate` left, see
-    runtime/linear.py."""
-
-    def __init__(self, memory: torch.device, part: _Part, later: WeightsLater) -> None:
-        super().__init__(memory)
-        self.part, self.later = part, later
-
-
 @dataclass
 class _Kept:
     """A micro-batch between its forward and the end of its backward."""
 
-    graphs: list[_Graph] = field(default_factory=list)  # one per part
-    sums: Gradients = field(default_factory=dict)  # of parameters that get more from it
+    graphs: list[tuple[_Part, Graph]]
+    later: WeightsLater
 
 
 class Stage:
@@ -124,7 +113,7 @@ class Stage:
         self._recompute = recompute
         by_layer = deliver is not None and recompute == NEVER
         cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
-        firsts = accumulate(map(len, cut), initial=first_layer)  # counted in the whole model
+        firsts = accumulate(map(len, cut), initial=first_layer)
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
         uses = Counter(p for part in self._parts for p in part.parameters)  # parts that use it
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
@@ -138,28 +127,27 @@ class Stage:
 
         Without grad mode nothing is kept.
         """
-        kept, guard = _Kept(), self._guard()  # one for all parts
+        kept = _Kept([], WeightsLater(self._totals, self._shared, self._casts))
         for part in self._parts:
-            graph = _Graph(self.memory, part, WeightsLater(self._casts))
+            graph = Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
-            if is_first:
-                leaves = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
-                refuse_shared_memory([x for x in leaves if x.requires_grad], "the input")
-            run = partial(self._layers, i, graph, guard)
+            run = partial(self._layers, i, part, kept.later)
             value = graph.record(value, run, is_first, self._checkpoints(i, part))
-            kept.graphs.append(graph)  # value: detached, the next part's input
+            kept.graphs.append((part, graph))  # value: detached, the next part's input
         if torch.is_grad_enabled():
             self._kept[i] = kept
         return value
 
     def checkpointed(self, i: int) -> bool:
         """Whether the backward of micro-batch i starts with a forward: `recompute`."""
-        return self._with_graph(i).graphs[-1].checkpointed  # where backward starts
+        return self._with_graph(i).graphs[-1][1].checkpointed  # where backward starts
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
         too, but here the gradient need not have arrived yet."""
-        self._run_again(i, self._with_graph(i).graphs[-1])
+        kept = self._with_graph(i)
+        part, graph = kept.graphs[-1]
+        graph.recompute(partial(self._layers, i, part, kept.later))
 
     def backward(
         self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
@@ -168,52 +156,59 @@ class Stage:
 
         ``gradients`` has one entry per leaf of the output, None for a leaf without one.
         """
+        gradients = self.backward_input(i, gradients, True, retain_graph)
+        self.backward_weight(i, retain_graph)
+        return gradients
+
+    def backward_input(
+        self,
+        i: int,
+        gradients: Sequence[Tensor | None],
+        at_once: bool = False,
+        retain_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """`backward` without the weight gradients of matrix products, left to `backward_weight`.
+
+        ``at_once``: they are computed part by part, before the gradients of the next part take
+        memory.
+        """
         kept = self._with_graph(i)
-        if not retain_graph:
-            del self._kept[i]  # no longer alive, even if what follows raises
-        kept.sums.clear()  # of a backward that failed
-        for graph in reversed(kept.graphs):  # dx is the next part's dy
-            gradients = self._differentiate(i, kept, graph, gradients, retain_graph)
-            self._add_products(kept, graph)
+        kept.later.begin(at_once)
+        for part, graph in reversed(kept.graphs):  # dx is the next part's dy
+            graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
+            with kept.later, self._randomness.in_backward():  # a checkpoint repeats a forward there
+                gradients, new = graph.differentiate(part.parameters, gradients, retain_graph)
+            kept.later.add(new)
+            if at_once:
+                self._second_half(part, kept.later)
             if not retain_graph:
-                graph.release()
-        self._end(kept)
+                graph.release()  # x and y; products keep what the second half needs
         return list(gradients)
 
-    def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`backward` without the weight gradients of matrix products, left to `backward_weight`."""
-        kept = self._with_graph(i)
-        for graph in reversed(kept.graphs):
-            graph.later.at_once = False
-            gradients = self._differentiate(i, kept, graph, gradients)
-            graph.release()  # x and y; products keep what the second half needs
-        return list(gradients)
-
-    def backward_weight(self, i: int) -> None:
+    def backward_weight(self, i: int, retain_graph: bool = False) -> None:
         """Compute what `backward_input` left; free the micro-batch."""
-        kept = self._kept.pop(i)
-        for graph in reversed(kept.graphs):  # in the order of the first half
-            self._add_products(kept, graph)
-        self._end(kept)
+        kept = self._with_graph(i)
+        for part, _ in reversed(kept.graphs):
+            self._second_half(part, kept.later)
+        kept.later.end()
+        self._ended += 1
+        if not retain_graph:
+            del self._kept[i]
 
     def take_gradients(self) -> Gradients:
         """Return the sums so far, in the order of ``parameters``, and reset them."""
-        totals, self._totals = self._totals, {}
-        return {p: totals[p] for p in self.parameters if p in totals}
+        taken = {p: self._totals[p] for p in self.parameters if p in self._totals}
+        self._totals.clear()
+        return taken
 
-    def _add_products(self, kept: _Kept, graph: _Graph) -> None:
-        """The second half of the backward of a part. In the last backward, deliver its gradients:
-        those in the sums of the micro-batch are not yet complete, and stay."""
-        graph.later.add_products(self._totals, kept.sums, self._shared)
+    def _second_half(self, part: _Part, later: WeightsLater) -> None:
+        """Compute the gradients that wait. In the last backward, deliver those of the part: those
+        in the sums of the micro-batch are not yet complete, and stay."""
+        later.add_products()
         if self._deliver is not None and self._ended + 1 == self._num_microbatches:
-            # incomplete, or held back by the pipe
-            later = {*kept.sums, *self._shared, *self._held_back}
-            whole = [p for p in graph.part.parameters if p in self._totals and p not in later]
+            stay = {*later.sums, *self._shared, *self._held_back}
+            whole = [p for p in part.parameters if p in self._totals and p not in stay]
             self._deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
-
-    def _end(self, kept: _Kept) -> None:
-        add(self._totals, kept.sums)
-        self._ended += 1
 
     def _checkpoints(self, i: int, part: _Part) -> bool:
         if self._recompute == EXCEPT_LAST:
@@ -222,37 +217,26 @@ class Stage:
             return self.tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
 
-    def _run_again(self, i: int, graph: _Graph) -> None:
-        """Run a part's forward again, if it was checkpointed."""
-        graph.recompute(partial(self._layers, i, graph, self._guard()))
-
-    def _guard(self) -> Guard:
-        return Guard(runs_again=self._recompute != NEVER)
-
-    def _layers(self, i: int, graph: _Graph, guard: Guard, value: Any) -> Any:
-        part = graph.part
-        guard.enter([*graph.inputs, *part.parameters])
+    def _layers(self, i: int, part: _Part, later: WeightsLater, value: Any) -> Any:
+        """Call the layers of a part, and what follows them. Each draws random numbers of its own,
+        and its weights' gradients may wait."""
+        training, products = torch.is_grad_enabled(), len(later.products)
+        foreign = ForeignLeaves(value, part.parameters)
         layers: list[Callable[[Any], Any]] = list(part.layers)
         if self.tail and part is self._parts[-1]:
             layers.append(partial(self.tail, i))
-        name = ""
+        name, runs_again = "", training and self._recompute != NEVER
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
             is_tail = not isinstance(layer, nn.Module)
             name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
-            value = guard.call(layer, value, name, self._modes(k, i, graph))
-        refuse_hidden(value, f"{name} hands on")
-        if torch.is_grad_enabled():
+            with buffers_unchanged(layer, name, runs_again), later, self._randomness.of(k, i):
+                value = layer(value)
+            if training:
+                foreign.refuse(value, name)
+        if training:
             refuse_shared_memory(value, name)
-        graph.later.products.clear()  # from a layer that differentiates inside its forward
+        del later.products[products:]  # from a layer that differentiates inside its forward
         return value
-
-    @contextmanager
-    def _modes(self, k: int, i: int, graph: _Graph) -> Iterator[None]:
-        """Around a layer: random numbers of its own, and weights whose gradients may wait."""
-        # if gradients are wanted, in whatever mode the layers are
-        later = graph.later if torch.is_grad_enabled() else nullcontext()
-        with later, self._randomness.of(k, i):
-            yield
 
     def _with_graph(self, i: int) -> _Kept:
         if i not in self._kept:
@@ -261,25 +245,3 @@ class Stage:
                 "backward(retain_graph=True) the first time"
             )
         return self._kept[i]
-
-    def _differentiate(
-        self,
-        i: int,
-        kept: _Kept,
-        graph: _Graph,
-        gradients: Sequence[Tensor | None],
-        retain_graph: bool = False,
-    ) -> list[Tensor | None]:
-        """The first half of the backward of a part: the gradients of its input. Those of parameters
-        are added to the totals, or to the sums of this micro-batch if it has more to add: one sum
-        per micro-batch, as in autograd."""
-        self._run_again(i, graph)
-        with graph.later, self._randomness.in_backward():  # a checkpoint repeats a forward there
-            result, new = graph.differentiate(graph.part.parameters, gradients, retain_graph)
-        # these get more when the products are computed, or from another part
-        later = {p for product in graph.later.products for p in product.trained}
-        later |= self._shared
-        # dense: an embedding's may be sparse, and a product's, or another part's, is not
-        add(kept.sums, {p: g.to_dense() for p, g in new.items() if p in later})
-        add(self._totals, {p: g for p, g in new.items() if p not in later})
-        return result

@@ -34,7 +34,7 @@ def new_stages(
     parts: Sequence[nn.Sequential],
     devices: Mapping[int, torch.device],
     randomness: Callable[[torch.device], OfThread | OfProcess],
-    uncalled: Iterable[tuple[str, nn.Module]],
+    uncalled: Iterable[nn.Module],
     **how: Any,
 ) -> list[Stage]:
     """The stages of this process, for one step, in order.

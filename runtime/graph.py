@@ -38,11 +38,6 @@ class Graph:
         self._num_inputs = 0
 
     @property
-    def inputs(self) -> list[Tensor]:
-        """The leaves of x with a gradient, as the graph has them."""
-        return list(self._x.values())
-
-    @property
     def checkpointed(self) -> bool:
         """Whether `recompute` must run before `differentiate`."""
         return self._checkpoint is not None

@@ -100,20 +100,27 @@ class Product:
 
 
 class WeightsLater:
-    """Inside ``with later:`` the products of this thread leave their weights' gradients: their
-    backwards append to ``products``.
+    """The gradients of one micro-batch in a stage, on their way to the totals over micro-batches.
+
+    Inside ``with later:`` the products of this thread leave their weights' gradients: their
+    backwards append to ``products``. A parameter with several gradients in the micro-batch (from
+    several products, or from a product and something else) has them added up in ``sums`` first. So
+    each parameter has one sum per micro-batch, in the order of the backward, whenever the halves
+    run.
 
     Args:
+        totals: over micro-batches.
+        shared: parameters that get more elsewhere, as do those of products.
         casts: weights in autocast's type, kept for one step, as autocast does.
 
-    Attributes:
-        at_once: whether the second half follows at once, so that it may run beside an exchange.
+    ``at_once``: whether the second half follows at once, so that it may run beside an exchange.
     """
 
-    def __init__(self, casts: dict[Tensor, Tensor]) -> None:
-        self.products: list[Product] = []
-        self.at_once = True
-        self._casts = casts
+    def __init__(
+        self, totals: Gradients, shared: Collection[nn.Parameter], casts: dict[Tensor, Tensor]
+    ) -> None:
+        self.begin(at_once=True)
+        self._totals, self._shared, self._casts = totals, shared, casts
 
     def __enter__(self) -> None:
         self._before, _thread.later = _thread.later, self
@@ -126,28 +133,36 @@ class WeightsLater:
             self._casts[parameter] = _cast(parameter.detach(), dtype)
         return self._casts[parameter]
 
-    def add_products(
-        self, totals: Gradients, sums: Gradients, elsewhere: Collection[nn.Parameter]
-    ) -> None:
-        """The second half of a micro-batch's backward. Frees each product after use.
+    def begin(self, at_once: bool) -> None:
+        """Before a backward: an earlier one may have failed."""
+        self.products: list[Product] = []
+        self.sums: Gradients = {}
+        self.at_once = at_once
 
-        Gradients are added to the totals over micro-batches. A parameter with several gradients in
-        this micro-batch (from several products, in ``sums`` already, or ``elsewhere``) adds them to
-        ``sums``, the sums of this micro-batch. So each parameter has one sum per micro-batch, in
-        the order of the backward, whenever the halves run.
-        """
+    def add(self, gradients: Gradients) -> None:
+        """Add what the first half of a backward has computed."""
+        more = {p for product in self.products for p in product.trained} | {*self._shared}
+        # dense: an embedding's may be sparse, and a product's, or another layer's, is not
+        _add(self.sums, {p: g.to_dense() for p, g in gradients.items() if p in more})
+        _add(self._totals, {p: g for p, g in gradients.items() if p not in more})
+
+    def add_products(self) -> None:
+        """The second half. Frees each product after use."""
         uses = Counter(p for product in self.products for p in product.trained)
         self.products.reverse()  # pop takes the last: this keeps backward's order
         while self.products:
             product = self.products.pop()
             for p in product.trained:
-                # this micro-batch has more for p
-                several = uses[p] > 1 or p in sums or p in elsewhere
-                target = sums if several else totals
+                several = uses[p] > 1 or p in self.sums or p in self._shared
+                target = self.sums if several else self._totals
                 if p in target:
                     product.add_gradient(p, target[p])  # in place
                 else:
                     target[p] = product.gradient(p)  # new memory, not a view: may be written to
+
+    def end(self) -> None:
+        """When the micro-batch's backward is over."""
+        _add(self._totals, self.sums)
 
 
 class _Thread(threading.local):
@@ -264,7 +279,7 @@ class _Linear(torch.autograd.Function):
         return finish(), product.dw, db, *(None,) * 5
 
 
-def add(totals: Gradients, new: Gradients) -> None:
+def _add(totals: Gradients, new: Gradients) -> None:
     """Add the gradients to their totals, in one call for all.
 
     The first one is copied: totals are written to, and its memory may be another gradient's, too.

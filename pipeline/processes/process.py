@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from pipeline import microbatch
 from pipeline.executor import Channel, Dataflow, channels
-from pipeline.partition import containers, split_into
+from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
@@ -112,7 +112,7 @@ class ProcessPipe:
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self._is_last = self.rank == self.ranks[-1]  # has the last stage
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
-        self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
+        self._uncalled = [*holders(layers), self.module]
         self._recompute = recompute
         names = names_of(layers if model is None else model)
         uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
@@ -165,10 +165,10 @@ class ProcessPipe:
         After an error the pipe cannot be used again.
         """
         with self._step(), torch.enable_grad():
-            refuse_gradient(x, "the input", "make what computes it the first of the layers")
             refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut_batch(x, target, sizes)
+            refuse_gradient(inputs, "the input", "make what computes it the first of the layers")
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
             parameters = self.named_parameters()

@@ -131,7 +131,7 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     **ODD,
 }
 REFUSED = {
-    "closed": "layer 2 (Call) uses a tensor inside SimpleNamespace that requires grad",
+    "closed": "layer 2 (Call) uses a tensor that requires grad",
     "view": "layer 1 (Call) hands on tensors that share memory",
     "written": "layer 2 (Embedding) writes to its parameters in forward",
     "saved": "a ({}, 2, 4) tensor that backward needs has been modified in place",

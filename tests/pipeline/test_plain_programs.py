@@ -5,7 +5,6 @@ In-place operations, values that are no tensors, hooks: nothing may change a res
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from itertools import count
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
-from runtime.guards import hidden_type, tensors_in
 from tests.odd_layers import ODD, Again, linear, sparse_and_tied
 from tests.pipeline.pipeline_models import (
     CPU,
@@ -198,19 +195,16 @@ def drawn_again() -> Again:
     return layer
 
 
-HIDDEN = (
-    r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, cut, "
-    "move or differentiate: give tensors, or tuples, lists and dicts of them"
-)
 SHARED = "layer {} hands on tensors that share memory, such as a tensor and a view of it: a write"
 STRANGE = (
     r"layer {} uses a tensor that requires grad and is neither part of its input nor one of its "
-    r"parameters: its gradient would be lost\. Let the layers before hand it on, e\.g\. return "
-    r"\(output, tensor\), in tuples, .*; or make it a parameter of the layer"
+    r"parameters: its gradient would be lost\. Let the layers before hand it on, in tuples, .*; or "
+    "make it a parameter of the layer"
 )
 REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] = {
     "a dataclass": (
-        lambda: handing_on(lambda h: {"flag": True, "last_hidden_state": Plain(h)}), (2, 2), HIDDEN,
+        lambda: [linear(), Call(Plain), Call(attrgetter("hidden")), linear()], (2, 2),
+        STRANGE.format(r"2 \(Call\)"),
     ),
     "memory of two": (
         lambda: sharing(lambda h: h[..., :1]), (3, 2), SHARED.format(r"2 \(Call\)"),
@@ -223,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "a checkpoint with reentry": (
         lambda: [linear(), Again(use_reentrant=True)], (1, 1),
-        r"layer 1 \(Again\) uses checkpoint\(use_reentrant=True\)",
+        "When use_reentrant=True, torch.utils.checkpoint is incompatible",
     ),
     "a checkpoint that draws": (
         lambda: [linear(), drawn_again()], (1, 1), "do not checkpoint inside a Pipe",
@@ -243,17 +237,6 @@ def test_a_scale_and_what_a_process_is_given_may_not_require_grad(what: str) -> 
                 pipe.train_step(x, y, square_error, num_microbatches=2, scale=first.bias.sum())
             else:
                 pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
-
-
-def test_the_search_for_hidden_tensors_ends() -> None:
-    """A large table hides nothing that stands beside it."""
-    numbers = {str(k): float(k) for k in range(200_000)}
-    beside = SimpleNamespace(numbers=numbers, more=[1, Plain(torch.ones(2))])
-    assert [t.tolist() for t in tensors_in(beside)] == [[1.0, 1.0]]
-    nested = SimpleNamespace(x=[[[k] for k in range(200)] for _ in range(200)])
-    with patch("runtime.guards.gc.get_referents", side_effect=gc.get_referents) as looked:
-        assert hidden_type(nested) is None
-    assert looked.call_count <= 1000
 
 
 def is_refused(name: str, step: Step, devices: Sequence[str] = CPU) -> None:
@@ -309,21 +292,20 @@ def nested() -> nn.Sequential:
     return nn.Sequential(WithDevice(inner, "cpu:0"), WithDevice(linear(), "cpu:1")).double()
 
 
-def refused(name: str, holder: nn.Module) -> Any:
-    said = rf"^{name} \({type(holder).__name__}\) has a hook that would never run"
+def refused(holder: nn.Module) -> Any:
+    said = f"^a {type(holder).__name__} has a hook that would never run"
     return pytest.raises(ValueError, match=said)
 
 
 def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
     model = nested()
     with Pipe(model, split_size=4) as pipe:
-        holders = {name: model.get_submodule(name) for name in ("0", "0._module", "0._module.1")}
-        holders |= {"the Sequential": model, "partitions.1": pipe.partitions[1]}
-        for name, holder in holders.items():
+        holders = [model.get_submodule(name) for name in ("0", "0._module", "0._module.1")]
+        for holder in (model, *holders, pipe.partitions[1]):
             for register in (holder.register_forward_hook, holder.register_full_backward_hook):
                 handle: Any = register(lambda *_: None)
                 for step in STEPS[:2]:
-                    with refused(name, holder):
+                    with refused(holder):
                         step(pipe, *sequences())
                 handle.remove()
         one_f_one_b(pipe, *sequences())
@@ -331,5 +313,5 @@ def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
         with ProcessPipe(nested(), [2]) as processes:
             holder = attrgetter(name)(processes)
             holder.register_forward_hook(lambda *_: None)
-            with refused(name, holder):
+            with refused(holder):
                 one_f_one_b(processes, *sequences())
