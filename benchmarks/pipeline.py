@@ -176,7 +176,9 @@ class _Bench:
         blocks = {k: pipe.layers[k] for k in self._of_rank(ranks)}
 
         def step() -> Tensor:
-            return pipe.train_step(self.x, self.y, square_error, schedule, m)
+            total = pipe.train_step(self.x, self.y, square_error, schedule, m)
+            dist.all_reduce(total)  # the last stage has it
+            return total
 
         return self._turn(f"processes {schedule}, M={m}", blocks, step, alone=False)
 

@@ -60,12 +60,6 @@ class Mesh:
     def __getitem__(self, axes: str | tuple[str, ...]) -> Axis:
         return self.places[(axes,) if isinstance(axes, str) else axes]
 
-    @property
-    def counts_loss(self) -> bool:
-        """Whether this rank counts the loss of its examples, which ranks of other axes have, too:
-        the first of them does."""
-        return all(self[axis].rank == 0 for axis in AXES if axis not in DATA_AXES)
-
 
 def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
     """All ranks must call it together.

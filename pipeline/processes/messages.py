@@ -1,17 +1,16 @@
 """Values that are sent between processes, as self-describing bytes.
 
-A value is a tensor, or tuples, lists and dicts of tensors, numbers, texts, enumerations,
-NamedTuples and what is registered with torch.utils._pytree. Its head is its pickle, with a place
-instead of each tensor: shape, dtype, and the offset of its elements in the body, where they lie in
-order. So nothing is agreed on beforehand: shapes may change in every micro-batch, and a tensor that
-appears twice is one tensor on the other side too.
+A value is a tensor, or whatever can be pickled and holds tensors: tuples, lists, dicts,
+NamedTuples, numbers. Its head is its pickle, with a place instead of each tensor: shape, dtype, and
+the offset of its elements in the body, where they lie in order. So nothing is agreed on beforehand:
+shapes may change in every micro-batch, and a tensor that appears twice is one tensor on the other
+side too.
 
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
 
-Unpickling can run code: only classes of values are unpickled, see `Received`. (Torch's own object
-collectives, which compare the ranks at the start of a run, unpickle anything: the network between
-the ranks must be a trusted one.)
+Unpickling can run code, here as in torch's own object collectives, which compare the ranks at the
+start of a run: the network between the ranks must be a trusted one.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import sys
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from runtime.shared_memory import ALIGNMENT, aligned
-from runtime.unpickling import enum_member
 
 _Place = tuple[int, tuple[int, ...], torch.dtype, bool]  # offset in bytes, shape, requires_grad
 
@@ -68,35 +63,12 @@ class Received(pickle.Unpickler):
         self._body = body
         self._tensors: dict[int, Tensor] = {}  # by offset
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Only what a value is made of; nothing is imported for it."""
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        kind = super().find_class(module, name) if module in sys.modules else None
-        if not (isinstance(kind, torch.dtype) or _is_of_values(kind)):
-            raise TypeError(
-                f"a message from another rank holds a {module}.{name}, which is not unpickled: "
-                "hand on tensors, numbers, texts, enumerations, tuples, lists, dicts, NamedTuples, "
-                "or what is registered with torch.utils._pytree"
-            )
-        return kind
-
     def persistent_load(self, place: _Place) -> Tensor:
         begin, *_, requires_grad = place
         if begin not in self._tensors:  # else it came before: the same tensor
             # They share one body, but a write to one must not count for all: hence `data`.
             self._tensors[begin] = _at(self._body, place).data.requires_grad_(requires_grad)
         return self._tensors[begin]
-
-
-def _is_of_values(kind: Any) -> bool:
-    known = (complex, set, frozenset, slice, range, bytearray, torch.device, torch.Size)
-    return isinstance(kind, type) and (
-        kind in known
-        or kind in pytree.SUPPORTED_NODES
-        or issubclass(kind, Enum)
-        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-    )
 
 
 def _at(body: Tensor, place: _Place) -> Tensor:

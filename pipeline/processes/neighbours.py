@@ -1,9 +1,8 @@
 """What one rank of a pipeline of processes sends to others, and receives.
 
-`Dataflow` sends activations and gradients. Also sent are the loss, known only to the rank with the
-last stage, and the gradients of parameters shared by several ranks. All use the same links, so a
-rank that fails or dies ends every kind of wait alike. Two ranks have one link, however many of
-their stages are neighbours.
+`Dataflow` sends activations and gradients; ranks that share parameters send each other those of
+these. All use the same links, so a rank that fails or dies ends every kind of wait alike. Two ranks
+have one link, however many of their stages are neighbours.
 """
 
 from __future__ import annotations
@@ -18,62 +17,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.schedules.schedule import BACKWARD_WEIGHT, FORWARD, Schedule
+from pipeline.schedules.printed import peak_alive
+from pipeline.schedules.schedule import Schedule
 from runtime.graph import Gradients
-from runtime.mesh import message_groups
 
-from .links import InFlight, Link, PeerError, close_groups, open_links, wait_for
+from .links import InFlight, Link, PeerError, attempt, open_links
 
 Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting, with its recorder
 
 
 class PeerChannel:
     """Values of one kind over a link, from the first of the two ``ends`` to the second: stages, for
-    the channels of `Dataflow`, or ranks. ``what`` names the kind and the ends.
+    the channels of `Dataflow`, or ranks.
 
-    ``peer``: the global rank at the other end, for the recorder. ``most``: messages whose memory is
-    kept; a send waits for the one that so many came after, see `Neighbours.start_step`.
+    Attributes:
+        sends: the transfers of each message that may be under way.
+        most: messages whose memory is kept; a send waits for the one that so many came after.
     """
 
-    def __init__(
-        self, link: Link, peer: int, acting: Acting, what: str, ends: tuple[int, int]
-    ) -> None:
-        self._link, self._peer, self._acting = link, peer, acting
-        self._what, self._ends = what, ends
-        self._sends: deque[list[InFlight]] = deque()  # of messages that may be under way
+    def __init__(self, link: Link, acting: Acting, what: str, ends: tuple[int, int]) -> None:
+        self._link, self._acting, self._what, self._ends = link, acting, what, ends
+        self.sends: deque[list[InFlight]] = deque()
         self.most = 1
 
     def put(self, i: int, value: Any) -> None:
         """Sends micro-batch i (-1: none); does not wait until it is received."""
-        what = f"handing {self._what}"
-        with _annotated(what, i), self._acting("send", self._ends[0], i, self._peer):
-            self._sends.append(self._link.send(self._what, i, value))
-            self.wait_for_sends(self.most)
+        with self._named("handing", i), self._acting("send", self._ends[0], i, self._link.peer):
+            self.sends.append(self._link.send((self._what, i), value))
+            self._wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
         """Waits for micro-batch i. Messages may arrive before the schedule needs them."""
-        what = f"waiting for {self._what}"
-        with _annotated(what, i), self._acting("receive", self._ends[1], i, self._peer):
-            return self._link.receive(self._what, i)
+        at = self._ends[1]
+        with self._named("waiting for", i), self._acting("receive", at, i, self._link.peer):
+            return self._link.receive((self._what, i))
 
-    def wait_for_sends(self, most: int = 0) -> None:
-        """Waits until at most so many messages are under way."""
-        while len(self._sends) > most:
-            transfers = self._sends.popleft()
-            while transfers:
-                wait_for(transfers)
+    def finish(self) -> None:
+        """Waits until this process may end without losing what it sent."""
+        with self._named("handing"):
+            self._wait_for_sends(0)
 
     def stop(self) -> None:
         """Does nothing: `Neighbours.close` ends the other ranks' waits."""
 
+    def _wait_for_sends(self, most: int) -> None:
+        """Waits until at most so many messages are under way."""
+        while len(self.sends) > most:
+            transfers = self.sends.popleft()
+            while transfers:
+                self._link.wait_for(transfers)
+
+    @contextmanager
+    def _named(self, way: str, i: int = -1) -> Iterator[None]:
+        """Adds to a `PeerError` which transfer it ended."""
+        try:
+            yield
+        except PeerError as error:
+            which = f", micro-batch {i}" if i >= 0 else ""
+            raise PeerError(f"{way} {self._what}{which}: {error}") from None
+
 
 class Neighbours:
-    """All links of one rank of a pipeline: with ranks of neighbouring stages, with the rank of the
-    last stage, and with ranks that share parameters with it.
+    """All links of one rank of a pipeline: with ranks of neighbouring stages, and with ranks that
+    share parameters with it.
 
-    ``ranks``: the rank of each stage. ``tied``: for each parameter used by several stages, its name
-    and the ranks of those. ``messages``: groups from `message_groups`; without them all ranks of
-    the world are here, and make them. All ranks must make theirs together.
+    Args:
+        ranks: the rank of each stage.
+        tied: for each parameter used by several stages, its name and the ranks of those.
+        groups: from `message_groups`. All their ranks make their neighbours together.
     """
 
     def __init__(
@@ -81,59 +92,43 @@ class Neighbours:
         ranks: Sequence[int],
         rank: int,
         tied: Mapping[str, Sequence[int]],
-        group: dist.ProcessGroup | None,
-        messages: Sequence[dist.ProcessGroup],
+        groups: Sequence[dist.ProcessGroup],
         device: torch.device,
-        timeout: float,
         acting: Acting,
     ) -> None:
-        self._ranks, self.rank, self._group, self._acting = ranks, rank, group, acting
+        self.rank, self._groups, self._acting = rank, list(groups), acting
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
-        linked = [*pairwise(ranks), *((r, ranks[-1]) for r in ranks)]  # the latter for `from_last`
-        linked += [pair for users in tied.values() for pair in combinations(users, 2)]
-        # the lower rank first
+        linked = [*pairwise(ranks), *(p for users in tied.values() for p in combinations(users, 2))]
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
-        self.links: dict[int, Link] = {}  # by peer; one rank alone has none
-        self._groups = list(messages)
-        if pairs:
-            self._groups = self._groups or _of_all(group, timeout)
-            self.links = open_links(pairs, self._groups, device)
-        self._channels: dict[str, PeerChannel] = {}  # by what they send, and between which ends
+        self.links = open_links(pairs, groups, device) if groups else {}  # by peer
+        self._channels: list[PeerChannel] = []  # all of them
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, PeerChannel] = {}
         self.down: dict[int, PeerChannel] = {}
         for s, ends in enumerate(pairwise(ranks), 1):  # the boundary below stage s
             if rank in ends and ends[0] != ends[1]:  # one of the two stages is here
                 peer = ends[1] if rank == ends[0] else ends[0]
-                self.up[s] = self._channel(peer, "activations", (s - 1, s), "stage")
-                self.down[s] = self._channel(peer, "gradients", (s, s - 1), "stage")
+                self.up[s] = self._channel(peer, "activations", "stage", (s - 1, s))
+                self.down[s] = self._channel(peer, "gradients", "stage", (s, s - 1))
+        # The ranks that share any parameter with this one: to them, and from them.
+        self._to_users: dict[int, PeerChannel] = {}
+        self._from_users: dict[int, PeerChannel] = {}
+        for peer in sorted({r for users in self._tied.values() for r in users} - {rank}):
+            what = "the gradients of shared parameters"
+            self._to_users[peer] = self._channel(peer, what, "rank", (rank, peer))
+            self._from_users[peer] = self._channel(peer, what, "rank", (peer, rank))
 
-    def from_last(self, value: Tensor | None) -> Tensor:
-        """A tensor from the rank with the last stage, on all ranks."""
-        what, last = "what the last stage found", self._ranks[-1]
-        if self.rank != last:
-            value = self._from(last, what)
-        assert value is not None
-        if self.rank == last:
-            for peer in sorted({*self._ranks} - {last}):
-                self._to(peer, what, value)
-        return value
+    def broadcast(self, value: Tensor, source: int) -> None:
+        """Overwrites a tensor on the CPU by what the rank ``source`` has."""
+        if self._groups:
+            attempt(dist.broadcast, value, None, self._groups[0], False, source)
 
     def sum_tied(
         self, parameters: Mapping[str, nn.Parameter], terms: Mapping[str, Mapping[int, Tensor]]
     ) -> Gradients:
         """Sums the gradients of parameters shared by several stages, in the order of the stages:
         the same bits on all of their ranks. ``terms``: this rank's gradients, by name and stage."""
-        what = "the gradients of shared parameters"
-        # ranks that share any parameter with this one
-        peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
-        by_rank = {self.rank: terms}
-        if peers:
-            with self._acting("all_reduce"):
-                for peer in peers:  # does not wait: all send, then all receive
-                    used = {n: terms[n] for n, users in self._tied.items() if peer in users}
-                    self._to(peer, what, used)
-                by_rank |= {peer: self._from(peer, what) for peer in peers}
+        by_rank = {self.rank: terms, **self._exchanged(terms)}
         sums: Gradients = {}
         for name, users in self._tied.items():
             p = parameters[name]
@@ -145,76 +140,52 @@ class Neighbours:
     def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Overwrites what this rank has for shared parameters, by name, with what the first of
         their ranks has. Where one of these ranks has None, all have."""
-        what = "what the first rank has for"
-        for name, users in self._tied.items():  # does not wait: all send, then all receive
-            for peer in users[1:] if users[0] == self.rank else ():
-                self._to(peer, f"{what} {name}", tensors[name])
-        for name, users in self._tied.items():
-            if users[0] != self.rank:
-                value, target = self._from(users[0], f"{what} {name}"), tensors[name]
-                if target is not None:
+        first = {name: t for name, t in tensors.items() if self._tied[name][0] == self.rank}
+        for peer, of_peer in self._exchanged(first).items():
+            for name, value in of_peer.items():
+                target = tensors[name]
+                if target is not None and self._tied[name][0] == peer:
                     target.copy_(value)
 
     def start_step(self, schedule: Schedule) -> None:
         """Keeps the memory of as many messages as the schedule has under way, and not of one per
         micro-batch.
 
-        Say that stage s - 1 holds at most n micro-batches between their forward and backward. When
-        it sends its k-th activation, it has the gradients of at least k - n micro-batches, so stage
-        s has received at least k - n activations. When stage s sends its k-th gradient, stage s - 1
-        has run at least k forwards, hence k - n backwards, for which it received the gradients.
+        Say that a rank holds at most n micro-batches between their forward and backward. When stage
+        s - 1 sends its k-th activation, it has the gradients of at least k - n micro-batches, so
+        stage s has received at least k - n activations. When stage s sends its k-th gradient, stage
+        s - 1 has run at least k forwards, hence k - n backwards, for which it received the
+        gradients.
         """
-        for s in self.up:  # the boundary between stages s - 1 and s
-            held = most = 0
-            for kind, stage, _ in schedule[self._ranks[s - 1]]:
-                if stage == s - 1 and kind != BACKWARD_WEIGHT:
-                    held += 1 if kind == FORWARD else -1
-                    most = max(most, held)
-            self.up[s].most = self.down[s].most = most
+        for channel in self._channels:
+            channel.most = int(max(peak_alive(schedule)))
 
     def finish_step(self) -> None:
         """Waits until this process may end without losing what it sent."""
-        for what, channel in self._channels.items():
-            with _annotated(f"handing {what}"):
-                channel.wait_for_sends()
+        for channel in self._channels:
+            channel.finish()
 
     def close(self) -> None:
         """Hangs up. The neighbours notice when they next wait for this rank."""
-        self._channels.clear()
-        self.up, self.down = {}, {}
+        for channel in self._channels:
+            channel.sends.clear()  # a transfer refers to its connection
         for link in self.links.values():
             link.close()
-        close_groups(self._groups)
+        if self._groups and dist.is_initialized():  # NCCL's groups would wait for the other ranks
+            dist.destroy_process_group(self._groups[0])
+        self._groups = []
 
-    def _to(self, peer: int, what: str, value: Any) -> None:
-        self._channel(peer, what, (self.rank, peer), "rank").put(-1, value)
+    def _exchanged(self, values: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Sends every rank those of the values, by the name of a parameter, that it shares with
+        this one; returns what they have sent, by rank."""
+        if not self._to_users:
+            return {}
+        with self._acting("all_reduce"):
+            for peer, channel in self._to_users.items():  # does not wait: all send, then receive
+                channel.put(-1, {n: v for n, v in values.items() if peer in self._tied[n]})
+            return {peer: channel.get(-1) for peer, channel in self._from_users.items()}
 
-    def _from(self, peer: int, what: str) -> Any:
-        return self._channel(peer, what, (peer, self.rank), "rank").get(-1)
-
-    def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> PeerChannel:
-        name = peer if self._group is None else dist.get_global_rank(self._group, peer)
+    def _channel(self, peer: int, what: str, places: str, ends: tuple[int, int]) -> PeerChannel:
         what = f"{what} from {places} {ends[0]} to {places} {ends[1]}"
-        if what not in self._channels:
-            self._channels[what] = PeerChannel(self.links[peer], name, self._acting, what, ends)
-        return self._channels[what]
-
-
-def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.ProcessGroup]:
-    """Groups for the messages of all ranks of the world, which are those of ``group``."""
-    size, world_size = dist.get_world_size(group), dist.get_world_size()
-    if size != world_size:
-        raise ValueError(
-            f"a pipeline of {size} of {world_size} ranks: all ranks make the groups of its "
-            "messages together, so give messages=make_mesh(...).messages, or of message_groups(...)"
-        )
-    return message_groups(range(world_size), timeout)
-
-
-@contextmanager
-def _annotated(way: str, i: int = -1) -> Iterator[None]:
-    """Adds to a `PeerError` which transfer it ended, of micro-batch i if there is one."""
-    try:
-        yield
-    except PeerError as error:
-        raise PeerError(f"{way}{f', micro-batch {i}' if i >= 0 else ''}: {error}") from None
+        self._channels.append(PeerChannel(self.links[peer], self._acting, what, ends))
+        return self._channels[-1]

@@ -50,6 +50,7 @@ from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
 from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
+from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess, StepSeed
 from runtime.recompute import NEVER
@@ -123,9 +124,16 @@ class ProcessPipe:
         # of several stages; the same order on all ranks
         self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
         self._names = materialize(self.module, names, self.device, initialize)
+        if world_size > 1 and not messages:
+            if world_size != dist.get_world_size():
+                raise ValueError(
+                    f"a pipeline of {world_size} of {dist.get_world_size()} ranks: all ranks make "
+                    "the groups of its messages together, so give messages=make_mesh(...).messages"
+                )
+            messages = message_groups(range(world_size), timeout)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, self._tied, group, messages, self.device, timeout,
+            self.ranks, self.rank, self._tied, messages, self.device,
             acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
@@ -155,7 +163,8 @@ class ProcessPipe:
 
         Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
         the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
-        they are `MicroBatches`. The loss, in float64, is the same on all ranks.
+        they are `MicroBatches`. The loss, in float64, is returned on the rank with the last stage;
+        on the others it is 0, so that it is the sum over the ranks.
 
         ``ready`` is called with parameters whose ``.grad`` is whole: layer by layer during the last
         backward, so that data-parallel buckets can leave before it ends; at the end with those that
@@ -183,10 +192,6 @@ class ProcessPipe:
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
             self._run(stages, inputs, lists, end)
-            total: Tensor | None = None
-            if self._is_last:
-                total = losses.total().double()
-            loss = self._neighbours.from_last(total)  # waits until the last stage has the loss
             left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {  # of tied parameters, by name and stage
                 name: {s: sums.pop(p).to_dense() for s, sums in left.items() if p in sums}
@@ -195,7 +200,8 @@ class ProcessPipe:
             of_tied = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
             for gradients in (*left.values(), of_tied):
                 deliver(gradients)
-            return loss
+            total = losses.total() if self._is_last else torch.zeros((), device=self.device)
+            return total.double()
 
     def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
         """The last layer's output, on the rank with the last stage; None elsewhere.
@@ -208,14 +214,13 @@ class ProcessPipe:
             state, end = torch.get_rng_state(), Channel()
             self._run(self._stages(beside), [x], forwards(self.ranks, 1), end)
             torch.set_rng_state(state)  # an evaluation draws nothing
-            # every rank waits here until the last stage has the output
-            self._neighbours.from_last(torch.zeros(()) if self._is_last else None)
             return end.get(0) if self._is_last else None
 
-    def from_last(self, value: Tensor | None) -> Tensor:
-        """``value`` from the rank with the last stage, on all ranks."""
+    def from_last(self, value: Tensor) -> Tensor:
+        """``value``, on the CPU, with what the rank with the last stage has there."""
         with self._step():
-            return self._neighbours.from_last(value)
+            self._neighbours.broadcast(value, self.ranks[-1])
+            return value
 
     def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Overwrites what this rank has for its tied parameters, such as their gradients, with what

@@ -182,7 +182,9 @@ def _process(case: Case, _: int) -> Found:
     with ProcessPipe(case.model(), case.sizes, timeout=30.0) as pipe:
 
         def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
-            return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
+            loss = pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
+            dist.all_reduce(loss)  # the last stage has it
+            return loss
 
         found = _train(case, pipe.named_parameters(), step)
         pipe.module.eval()

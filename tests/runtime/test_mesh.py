@@ -36,7 +36,7 @@ def test_the_last_axis_has_the_neighbours() -> None:
 
 def test_one_process_has_every_axis() -> None:
     mesh = make_mesh({}, 1.0)
-    assert [mesh[axis] for axis in AXES] == [(0, 1, None)] * 5 and mesh.counts_loss
+    assert [mesh[axis] for axis in AXES] == [(0, 1, None)] * 5
 
 
 def test_every_axis_has_an_option_and_groups() -> None:

@@ -61,7 +61,7 @@ class Sharded(MeshLayout):
         self.cut_task.sum_gradients(self.shared)  # then over the tensor axis
         if self.replica.size > 2:
             self.cut_task.copy_gradients(self.shared)
-        return loss * (count if self.mesh.counts_loss else 0)  # tensor ranks have the same
+        return loss * (count if self.mesh["tp"].rank == 0 else 0)  # tensor ranks have the same
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""

@@ -136,7 +136,7 @@ class Staged(MeshLayout):
         self.held = held
 
     def backward(self, step: Step) -> Tensor:
-        """All ranks of a replica get its loss; the first counts it."""
+        """The last stage has the loss of its replica; the first of its tensor ranks counts it."""
         # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
         count = max(1, step.count) / (self.replica.size if self.buckets else 1)
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
@@ -162,7 +162,7 @@ class Staged(MeshLayout):
         if self.replica.size > 2:
             self._copy_gradients()
         # `count` undoes the scale: the summed loss of this replica.
-        return loss.detach() * (count if self.mesh.counts_loss else 0)
+        return loss.detach() * (count if self.mesh["tp"].rank == 0 else 0)
 
     def _ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients that are whole may be averaged."""
@@ -194,8 +194,10 @@ class Staged(MeshLayout):
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
         self.some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
         logits = self.forward(newest_tokens(ids), {"cache": cache})  # last stage: [B, rows]
-        tokens = None if logits is None else self.cut_task.argmax(logits, num_tokens)
-        return self.pipe.from_last(tokens)  # [B], on every stage
+        tokens = torch.empty(len(ids), dtype=torch.int64)  # [B]
+        if logits is not None:
+            tokens = self.cut_task.argmax(logits, num_tokens).cpu()
+        return self.pipe.from_last(tokens).to(self.devices[0])
 
     @property
     def replicated(self) -> Sequence[Held]:

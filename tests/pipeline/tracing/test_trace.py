@@ -182,7 +182,7 @@ def _on_ranks(rank: int, _: int) -> dict[str, Any]:
             every = (item for stage in stages for item in stage.named_buffers())
             buffers = {n: b for n, b in every if not b.is_meta}
         assert all(p.is_meta for p in stages[rank - 1].parameters())  # no memory for another's
-        found[name] = gradients(pipe) | buffers | {"loss": loss}
+        found[name] = gradients(pipe) | buffers | ({"loss": loss} if rank else {})
     return found
 
 
@@ -190,7 +190,6 @@ def test_stages_in_processes_do_too(ranks: Ranks) -> None:
     first, second = ranks.run(_on_ranks)
     for name in first:
         expected = plain(CASES[name], 3)
-        assert torch.equal(first[name]["loss"], second[name]["loss"])
         assert_close(first[name] | second[name], expected)
 
 
