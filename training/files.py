@@ -39,21 +39,19 @@ def writing(path: Path | str) -> Iterator[None]:
         # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
         # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
         text = getattr(error, "strerror", None) or str(error)
-        reason = "its disk is full" if "unexpected pos" in text else text
-        if not (isinstance(error, OSError) or "os error" in text or reason != text):
+        if "unexpected pos" in text:
+            text = "its disk is full"
+        elif not (isinstance(error, OSError) or "os error" in text):
             raise
         raise RunError(
-            f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
+            f"{path}: cannot be written ({text}); make room there, or write elsewhere"
         ) from error
 
 
 def show(text: str) -> None:
-    """Prints. Raises RunError if its reader is gone, as when `| head` has ended."""
+    """Prints. Raises RunError if its reader is gone (Broken pipe), as when `| head` has ended."""
     with writing("standard output"):
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            raise RunError("standard output: its reader has ended, and so does the run") from None
+        print(text, flush=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -93,19 +93,15 @@ def run_rank(
 def layout_in_words(args: Options, model: LaidOutModel) -> str:
     """For the first line of a run."""
     devices = args.num_devices or 0  # of stages in threads
-    stages = devices or args.pp
     name = "one device" if devices and args.strategy == "none" else args.strategy
     unit = "stage" if devices and not model.ranks else "rank"
-    words = f"{name}: {counted(devices or args.world_size, unit)}"
-    if args.strategy == "3d":
-        words += f", {axes_in_words(ranks_of(vars(args)))}"
-    if args.cp > 1:
-        words += f", attention by {args.attention}"
-    if args.sequence_parallel:
-        words += ", sequence parallel"
-    if args.zero:
-        words += f", ZeRO stage {args.zero}"
-    if stages > 1:
-        words += f", schedule {model.schedule}"
-        words += f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
-    return words
+    words = [
+        f"{name}: {counted(devices or args.world_size, unit)}",
+        args.strategy == "3d" and axes_in_words(ranks_of(vars(args))),
+        args.cp > 1 and f"attention by {args.attention}",
+        args.sequence_parallel and "sequence parallel",
+        args.zero and f"ZeRO stage {args.zero}",
+        (devices or args.pp) > 1 and f"schedule {model.schedule}",
+        model.ranks and f"{args.chunks} chunks each, {len(model.ranks)} stages",
+    ]
+    return ", ".join(str(word) for word in words if word)

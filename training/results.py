@@ -61,7 +61,7 @@ from .files import (
     write_text,
     writing,
 )
-from .launch.errors import RunError, UserError
+from .launch.errors import UserError
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
@@ -105,7 +105,6 @@ class Results:
         self.columns = (
             "epoch", "train loss", "valid. loss", f"{task.score_title:>7}", " time", *task.units,
         )  # fmt: skip
-        self.resumed = False
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
         self.summary: dict[str, Any] = {}  # on rank 0, as are the sinks
@@ -125,9 +124,8 @@ class Results:
         """Sets an earlier run aside, unless some of its steps are resumed; prints what will be
         trained."""
         args, task = self.args, self.task
-        self.resumed = steps_done > 0
         if self.world.is_main:
-            if not self.resumed and (aside := set_aside(args.workdir)) is not None:
+            if not steps_done and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
             command = shlex.join(["python", *sys.argv])
             write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
@@ -144,8 +142,6 @@ class Results:
 
     def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
         """Writes a step, done or skipped."""
-        if not self.sinks:
-            return
         copies = self.world.world_size / self.model.dp_size  # ranks with the same part of a batch
         positions, tokens = optimizer.counts.positions / copies, optimizer.counts.tokens / copies
         self._write_numbers(
@@ -172,10 +168,11 @@ class Results:
         """
         seconds = max(1e-9, totals.seconds)
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
-        own_speeds = [totals.positions / seconds, totals.tokens / seconds]
-        all_speeds = self.world.of_parts(self.model.dp_rank, own_speeds)  # collective
-        summed = [sum(speeds) for speeds in zip(*all_speeds, strict=True)]
-        speeds = own_speeds if self.model.results_per_rank else summed
+        speeds: Sequence[float] = (totals.positions / seconds, totals.tokens / seconds)
+        of_parts = self.world.of_parts(self.model.dp_rank, speeds)  # collective
+        summed = [sum(values) for values in zip(*of_parts, strict=True)]
+        if not self.model.results_per_rank:
+            speeds = summed
         numbers = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -251,10 +248,10 @@ class Results:
 
     def close(self) -> None:
         """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
-        if history := self.history[self.resumed :]:  # an epoch that was begun is not this run's
-            seconds, speeds = zip(*(history[1:] or history), strict=True)
-            which = "per epoch, without the first" if len(history) > 1 else "the epoch"
-            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}")
+        if later := self.history[1:]:  # the first warms up; an earlier run may have begun it
+            seconds, speeds = zip(*later, strict=True)
+            means = f"{spread(seconds, 's')}, {spread(speeds, self.task.units[0])}"
+            self.say(f"per epoch, without the first: {means}")
         self.say("")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
@@ -370,14 +367,10 @@ def _tensorboard(folder: Path, steps_done: int) -> Sink:
 
 
 def _wandb(args: Options) -> Sink:
-    """A run that is resumed after it was killed goes on there as the same run ("auto")."""
+    """A run that is resumed after it was killed goes on there as the same run ("auto").
+    WANDB_MODE=offline in the environment works without an account or a network."""
     import wandb
 
-    os.environ.setdefault("WANDB_SILENT", "true")
     about: dict[str, Any] = {"dir": args.workdir, "config": options_of(args)}
-    try:
-        run = wandb.init(project="parallel-gpt2", resume="auto", **about)
-    except wandb.Error as error:
-        offline = "WANDB_MODE=offline in the environment works without an account or a network"
-        raise RunError(f"--wandb: {str(error).rstrip('.')}; {offline}") from error
+    run = wandb.init(project="parallel-gpt2", resume="auto", **about)
     return lambda steps, numbers: run.log(dict(numbers), step=steps)

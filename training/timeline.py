@@ -148,15 +148,9 @@ class Timeline:
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on any thread and on the device of its parameters."""
-        spans: list[Any] = []
         device = optimizer.param_groups[0]["params"][0].device
-
-        def before(*_: object) -> None:
-            spans.append(acting(self, "optimizer", stage, device=device))  # at most one is open
-            spans[-1].__enter__()
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: spans.pop().__exit__(None, None, None))
+        recorded = acting(self, "optimizer", stage, device=device)
+        optimizer.step = recorded(optimizer.step)  # type: ignore[method-assign]
 
     def events(self) -> list[Event]:
         """All events, ordered by start, on rank 0's clock."""

@@ -99,8 +99,7 @@ def test_the_table_and_the_lines_of_the_course(
         "    1        1.500         2.250      33.1     12s         2,000           1,600",
         "Epoch 0: Training Time = 12.50, Tokens_per_sec = 2000.0",
     ]
-    results.generated, results.resumed = [], True  # the epoch that was begun and the next are not
-    results.history = [(99.0, 1.0), (10.0, 100.0), (12.0, 102.0), (14.0, 104.0)]
+    results.generated, results.history = [], [(99.0, 1.0), (12.0, 102.0), (14.0, 104.0)]
     results.close()
     closing = "per epoch, without the first: 13.0 ± 1.4 s, 103 ± 1 positions/s\n\n"
     assert capsys.readouterr().out == closing
@@ -189,7 +188,7 @@ def test_output_that_nobody_reads_any_more(
 ) -> None:
     """As after `| head` has ended: a line of a run, nothing of another program, no traceback."""
     for write, said in (
-        (lambda: show("a row"), ".* standard output: its reader has ended, .*\n"),
+        (lambda: show("a row"), r".* standard output: cannot be written \(Broken pipe\); .*\n"),
         (partial(print, "a row"), ""),  # written by Python itself, at its end
     ):
         reader, writer = os.pipe()
