@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from project.train import parse_train, read_texts
 from training.launch.world import World
-from training.tasks.tokens import write_tokens
+from training.tasks.tokens import encode, write_tokens
 from training.tasks.translation import TranslationTask
 
 POOL, WORDS, SMALL = 20_000, 5_000, 20_000  # sentences, words; pairs of the small text
@@ -90,13 +90,12 @@ def tokenizing(path: Path, workdir: Path, folder: Path) -> Row:
     """Texts per second into a file, beside `tokenizers` on the same texts in memory."""
     task, _ = start(path, workdir)
     most = 10 * TOGETHER
-    pairs = list(islice(task.texts.splits["train"], most))
-    task.texts.splits = {"train": pairs}
+    pairs = list(islice(task.texts.pairs("train"), most))
     backend = task.tokenizer.backend_tokenizer
 
     def ours() -> None:
         folder.mkdir()
-        write_tokens(folder / "train", task.encoded("train"), "uint16")
+        write_tokens(folder / "train", encode(pairs, task.tokenizer, "de", "en"), "uint16")
         shutil.rmtree(folder)
 
     def theirs() -> None:

@@ -133,7 +133,7 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
     for kind, split, most in (
         ("sentences", "test", 1), ("one to four sentences", "validation", 4)
     ):  # fmt: skip
-        sentences = (pair["de"] for pair in texts.splits[split])
+        sentences = (pair["de"] for pair in texts.pairs(split))
         rows += compare(model, task, kind, sources_of(task, sentences, n_texts, most))
     title = f"Translating {n_texts} texts of --dataset {DATASET}, gpt2-mini"
     write_rows("generation", title, rows)

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _plain(world: World, out: Path) -> None:
         dataset=DATASET, n_train=PAIRS, n_validation=16, n_test=2, dp=2, workdir=out.parent
     )  # fmt: skip
     texts = load_texts(args, world)
-    pairs = list(texts.splits["train"])
+    pairs = list(islice(texts.pairs("train"), PAIRS))
     tokenizer = get_tokenizer(pairs, 4096, "de", "en", out.parent)
     start = time.perf_counter()
     for key in ("de", "en"):

@@ -86,9 +86,10 @@ from training.tasks.gpt2 import PRESETS
 from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
 from training.tasks.pretrained import Pretrained
-from training.tasks.sequences import FILES, SequenceTask
+from training.tasks.sequences import SequenceTask
 from training.tasks.task import TrainingTask
 from training.tasks.texts import Texts, load_texts
+from training.tasks.tokens import TOKENIZER_FILES
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
@@ -153,7 +154,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     kinds: tuple[type[SequenceTask], ...] = (TranslationTask, LanguageTask)
     if args.experts:
         kinds = TranslationWithExperts, LanguageWithExperts
-    files = resume.files(FILES) if world.is_main else None
+    files = resume.files(TOKENIZER_FILES) if world.is_main else None
     preset = args.model in PRESETS
     pretrained = None if preset else Pretrained(args.model, args.dropout, args.seed)
     return kinds[texts.plain](args, world, texts, files, pretrained)

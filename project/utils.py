@@ -24,9 +24,8 @@ from training.rank import Rank
 from training.results import Results
 from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
-from training.tasks.sequences import FILES
 from training.tasks.texts import load_texts
-from training.tasks.tokens import collate_batch, get_tokenizer
+from training.tasks.tokens import TOKENIZER_FILES, collate_batch, get_tokenizer
 from training.tasks.translation import TranslationTask
 
 # The course's functions that are defined elsewhere.
@@ -45,7 +44,7 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
 
 def translation(args: Options, world: World, resume: Resume) -> TranslationTask:
     """The task of the course's two programs."""
-    files = resume.files(FILES) if world.is_main else None
+    files = resume.files(TOKENIZER_FILES) if world.is_main else None
     return TranslationTask(args, world, load_texts(args, world, translates=True), files)
 
 

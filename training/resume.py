@@ -66,7 +66,10 @@ class Resume:
 
     def check_data(self, fingerprint: str) -> None:
         """Raises UserError if the run that was saved had other training data."""
-        if self.checkpoint is not None and self.checkpoint.state["data"] != fingerprint:
+        if self.checkpoint is None:
+            return
+        # What an older version has not saved is no difference.
+        if self.checkpoint.state.get("examples", fingerprint) != fingerprint:
             raise UserError(
                 f"--resume: {self.checkpoint.folder.name} was trained on other data of the same "
                 "name; use another --workdir to start a new run"
@@ -223,7 +226,7 @@ class Saving:
             **self.optimizer.state_dict(),
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "options": options_of(self.args),
-            "data": self.fingerprint,
+            "examples": self.fingerprint,
             "steps_per_epoch": self.task.steps_per_epoch,
             "cut": model.cut,
         }

@@ -22,6 +22,8 @@ from training.options import Options
 from training.resume import DECIDE, find_resume
 from training.tasks.sequences import SequenceTask
 from training.tasks.texts import load_texts
+from training.tasks.tokens import TOKENIZER_FILES
+from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
 
@@ -31,7 +33,7 @@ DP, PP = "run_data_parallel ", "run_pipeline "
 
 
 def begin(*_: object) -> None:
-    """In the place of what tokenizes, after the data were read."""
+    """In the place of what makes the model, after the data were read."""
     raise AssertionError("it has begun")
 
 
@@ -42,7 +44,7 @@ def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
         patch.setattr(module, "launch", lambda run, _, args: run(World(), args), raising=False)
-        patch.setattr(SequenceTask, "_shared_files", begin)
+        patch.setattr(SequenceTask, "config_and_weights", begin)
         patch.setattr(PictureTask, "__init__", begin)
         with pytest.raises(SystemExit) as end:
             run_program(lambda: module.main(parse_options(kind, module.__doc__)))
@@ -116,7 +118,7 @@ train ddp --src fr => the default model, vgg16, learns images; --model gpt2-mini
 train ddp --model vgg16 --n_test 9 => --model vgg16 learns images; --model gpt2-mini has it
 train ddp --model gpt2-mini --dataset a.txt --n_test 8 => --dataset a.txt is plain text;
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
-dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
+dp --dataset empty.jsonl => none of the first rows has both de and en, but no columns;
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 train ddp --model gpt2-mini --check_weights --keep 0 => weights that are saved; --keep 1 works
 train 3d --dp 2 --balance 2,2 --model gpt2-mini => only a run with stages has it; --pp 2 works
@@ -133,7 +135,7 @@ train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => not cut, but deal
 train tensor --model gpt2-mini --experts 4 => not cut, but dealt out whole; --ep, w
 train ddp --model gpt2-mini --experts 4 --compile => would be compiled again; leave --compile out
 # languages
-dp --src fr => it has train.de and train.en, and no train.fr; --src de --tgt en works
+dp --src fr => it has test.en, and no test.fr, in which line i translates its
 dp --tgt de => two languages are needed, as --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
@@ -175,7 +177,7 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
                 wrong.append((line, status, said))
     assert wrong == [], wrong
     # Nothing is left behind, but what a later start need not read again.
-    assert {path.name for path in Path("workdir").rglob("*.*")} == {"facts.json"}
+    assert all("tokens" in path.parts for path in Path("workdir").rglob("*.*"))
     shutil.rmtree("workdir")
     assert names_in(".") == [
         "a.txt", "empty", "empty.jsonl", "pairs", "taken",
@@ -255,12 +257,10 @@ def test_what_a_resume_may_change(made: Path) -> None:
     assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
     args = parse(DP + line)
-    resume, fingerprint = (
-        find_resume(args),
-        load_texts(args, World(), translates=True).hashes["train"],
-    )
+    resume = find_resume(args)
     assert resume.checkpoint is not None
-    resume.check_data(fingerprint)
+    texts, files = load_texts(args, World()), resume.files(TOKENIZER_FILES)
+    resume.check_data(TranslationTask(args, World(), texts, files).fingerprints()["train"])
     other = f"--resume: {NAME} was trained on other data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
         resume.check_data("other")

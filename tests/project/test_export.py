@@ -64,7 +64,7 @@ def sequences_of(what: str, line: str, tokenizer: Any) -> list[tuple[list[int], 
     """The ids of the validation split, and how many of the first ones are not predicted."""
     texts = read_texts(parse(f"train single {line}"), World())
     if what == "pairs":
-        examples = texts.splits["validation"]
+        examples = texts.pairs("validation")
         assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
         parts = [(pair["de"] + "<eos_de>", pair["en"] + "<eos_en>") for pair in examples]
         ids = [[tokenizer(text)["input_ids"] for text in part] for part in parts]

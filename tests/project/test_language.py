@@ -3,6 +3,7 @@ layout: see test_losses.py. With transformers: see test_export.py.)"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.language import LanguageTask
-from training.tasks.text_files import END
+from training.tasks.text_files import END, Source
 from training.tasks.texts import Texts
 from training.trained import load_trained
 
@@ -35,7 +36,7 @@ def made(line: str) -> LanguageTask:
 def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     """But the first of each split: the last twentieth is held out."""
     task = made(f"{one.line} --n_train all --n_validation all")
-    tokenizer, split = task.tokenizer, [*task.texts.splits["train"]]
+    tokenizer, split = task.tokenizer, [*task.texts.pieces("train")]
     end = tokenizer.convert_tokens_to_ids(END)
     stream = [end]
     for piece in split:
@@ -50,7 +51,7 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     labels = [y for step in steps for y in step.targets]
     assert sorted(torch.cat(labels).tolist()) == sorted(stream[1:n])
     assert sum(step.count for step in steps) == n - 1
-    assert task.texts.notes == ["no validation split: 5 % of the text is taken from its end."]
+    assert task.notes == ["no validation split: 5 % of the text is taken from its end."]
 
 
 def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
@@ -73,13 +74,14 @@ def test_a_tokenizer_learns_nothing_of_what_is_held_out(one: Learned, tmp_path: 
     pieces = [*["ab ab ab ab ab ab ab", None] * 19, "zq zq zq", None]
     args = parse(f"train single {one.line} --workdir {tmp_path} --model_max_length 4")
     for splits, learned in (["train"], False), (["train", "validation"], True):
-        texts = Texts(dict.fromkeys(splits, pieces), dict.fromkeys(splits, ""), plain=True)
+        source = Source(dict.fromkeys(splits, partial(iter, pieces)), splits, in_pieces=True)
+        texts = Texts("", source, (), {})
         tokenizer = LanguageTask(args, World(), texts).tokenizer
         assert len(tokenizer(" ab")["input_ids"]) == 1
         assert (len(tokenizer(" zq")["input_ids"]) == 1) is learned
 
 
 def test_what_does_not_fit_plain_text(one: Learned) -> None:
-    why = r"--model_max_length 4000: the text has \d+ tokens, fewer "
+    why = r"--model_max_length 4000: train has \d+ tokens, fewer "
     with pytest.raises(UserError, match=why):
         made(f"{one.line} --model_max_length 4000")

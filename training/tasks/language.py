@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,16 @@ HELD_OUT = 20  # one part in so many is held out for validation
 class LanguageTask(SequenceTask):
     """Plain text; see `training.tasks.sequences.SequenceTask`."""
 
+    tokens_class = Stream
     score_name = "perplexity"
     needs_an_epoch = False
 
     def train_tokenizer(self, folder: Path) -> None:
         """Learns merges within lines, of what is not held out."""
-        train = self.texts.splits["train"]
-        n = len(train)
+        n = self.texts.size("train")
         if "validation" not in self.texts.splits:
             n = max(1, n * (HELD_OUT - 1) // HELD_OUT)
-        parts = (part for part in evenly(islice(train, n), n) if part is not None)
+        parts = (part for part in evenly(self.texts.pieces("train"), n) if part is not None)
         lines = (line for part in parts for line in io.StringIO(part, newline="\n"))
         vocabulary, uses = self.args.vocab_size or MAX_VOCAB, self.special_tokens()
         train_bpe(lines, vocabulary, [END], uses).save_pretrained(folder)
@@ -60,7 +60,7 @@ class LanguageTask(SequenceTask):
 
     def encoded(self, split: str) -> Iterator[tuple[Any, Any]]:
         """Stretches of the stream: an end token at the beginning and after every document."""
-        parts = chain([None], self.texts.splits[split])
+        parts = chain([None], self.texts.pieces(split))
         end = self.tokenizer.convert_tokens_to_ids(END)
         for some in groups(parts, TEXTS_AT_ONCE):
             ids, lengths = tokens_of(some, self.tokenizer)
@@ -68,36 +68,37 @@ class LanguageTask(SequenceTask):
             ids = np.insert(ids, np.cumsum(lengths)[is_end], end)
             yield ids, [len(ids)]
 
-    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
+    def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter. Without a validation split,
         the last tokens are held out for it."""
-        args, length, notes = self.args, self.args.model_max_length, self.texts.notes
-        streams = {split: Stream(folder / split, dtype, length) for split in self.texts.splits}
-        if "validation" not in streams:
-            n = streams["train"].num_tokens
+        args, length, chosen = self.args, self.args.model_max_length, dict(files)
+        if "validation" not in files:
+            n = len(files["train"].part)
             cut = min(n * (HELD_OUT - 1) // HELD_OUT, n - 2)  # validation predicts a token
-            for split, tokens in (("train", range(cut)), ("validation", range(cut, n))):
-                streams[split] = Stream(folder / "train", dtype, length, tokens)
-            notes.append(
+            chosen = {
+                "train": files["train"].of(range(cut)),
+                "validation": files["train"].of(range(cut, n)),
+            }
+            self.notes.append(
                 f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
             )
-        n = len(streams["train"].tokens) - 1  # the first token is not predicted
-        if n < length:
-            shorter = f"--model_max_length {n // 4}, or " if n > 7 else ""
-            raise UserError(
-                f"--dataset {args.dataset} --model_max_length {length}: the text has {max(0, n)} "
-                f"tokens, fewer than one sequence; {shorter}more text, works"
-            )
-        for split, stream in streams.items():
-            whole, most = len(stream), getattr(args, f"n_{split}")
-            stream.most = most
-            if len(stream) < whole:
+        for split, least in (("train", length), ("validation", 1)):
+            n = len(chosen[split].part) - 1  # the first token is not predicted
+            if n < least:
+                shorter = f"--model_max_length {n // 4}, or " if n > 7 else ""
+                raise UserError(
+                    f"--dataset {args.dataset} --model_max_length {length}: {split} has "
+                    f"{max(0, n)} tokens, fewer than one sequence; {shorter}more text, works"
+                )
+            whole, most = len(chosen[split]), getattr(args, f"n_{split}")
+            if most is not None and most < whole:
+                chosen[split] = chosen[split].of(chosen[split].part[: most * length + 1])
                 first = f"the first {most:,} of {whole:,} sequences"
-                notes.append(f"{split}: {first}; --n_{split} all takes all.")
+                self.notes.append(f"{split}: {first}; --n_{split} all takes all.")
             elif most is not None and whole < most:
                 there = f"all {whole:,} sequences"
-                notes.append(f"{split}: {there}; --n_{split} {most:,} asks for more.")
-        return dict(streams)
+                self.notes.append(f"{split}: {there}; --n_{split} {most:,} asks for more.")
+        return chosen
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """The perplexity of the validation text, and sample continuations."""

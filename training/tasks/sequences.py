@@ -12,7 +12,8 @@ need no shared folder.
 
 from __future__ import annotations
 
-import shutil
+import json
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.dropout import Keys
-from training.files import TOKENS, moving, writing
+from training.files import TOKENS, json_text, moving
 from training.launch.errors import counted
 from training.launch.world import World
 from training.options import Options
@@ -44,22 +45,14 @@ from .gpt2 import (
 )
 from .task import EVAL_BATCH, Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .texts import Texts, made_once, place
-from .tokens import (
-    TEXTS_AT_ONCE,
-    TOKENIZER_FILES,
-    Encoded,
-    Tokens,
-    collate_batch,
-    load_tokenizer,
-    write_tokens,
-)
+from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config, GPT2LMHeadModel
 
 MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
 CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values that were tried
-FILES = ("config.json", *TOKENIZER_FILES)
+ABOUT = "about.json"  # beside the files of tokens
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
 
@@ -69,16 +62,17 @@ class SequenceTask(TrainingTask, ABC):
 
     Args:
         args: the options of the run.
-        files: on rank 0, those of a checkpoint to resume; by default they are made.
+        files: on rank 0, those of the tokenizer of a checkpoint; by default they are made.
         pretrained: the weights that the model begins with, a `pretrained.Pretrained`; None: it is a
             preset.
     """
 
     units: Sequence[str] = ("positions/s", "real tokens/s")
     cpu_positions = CPU_POSITIONS
+    tokens_class = Tokens
 
     def __init__(
-        self, args: Options, world: World, texts: Texts, files: Mapping[str, bytes] | None = None,
+        self, args: Options, world: World, texts: Texts, files: dict[str, bytes] | None = None,
         pretrained: Any = None,
     ) -> None:  # fmt: skip
         # Takes seconds, so all ranks do it at the same time, before one waits for another.
@@ -86,10 +80,10 @@ class SequenceTask(TrainingTask, ABC):
 
         self.args, self.texts, self.device = args, texts, world.device
         self.pretrained = pretrained
-        self._fingerprints = texts.hashes
-        self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
+        self.notes = [*texts.source.notes]
+        self.files = world.on_main(lambda: files or self._tokenizer())  # hosts share no folder
         self.tokenizer = load_tokenizer(self.files)
-        self.examples: Mapping[str, Tokens] = self.load(*self._tokens(world))
+        self.examples: Mapping[str, Tokens] = self.chosen(self._tokens(world))
         self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
@@ -109,29 +103,39 @@ class SequenceTask(TrainingTask, ABC):
         """The tokens of a split, some at a time, for `write_tokens`."""
 
     @abstractmethod
-    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
-        """The examples of every split, from what `write_tokens` wrote. Raises UserError if there is
-        nothing to learn."""
+    def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
+        """The examples of every split, of what is in the files of the source's splits. Adds notes.
+        Raises UserError if there is nothing to learn."""
 
     @abstractmethod
     def about_data(self) -> str:
         """What the model is trained on, for a person."""
 
-    def _tokens(self, world: World) -> tuple[Path, Any]:
-        """The folder with the tokens of all splits, and their type. The first rank of each host
-        writes it, if it is not there."""
-        folder = self._made_from("tokens", self._fingerprints, *self.files.values())
+    def _tokens(self, world: World) -> dict[str, Tokens]:
+        """The tokens of the source's splits. The first rank of each host writes their files, if
+        they are not there, and what is known of the text afterwards."""
+        args, texts = self.args, self.texts
+        folder = place(args.workdir / TOKENS, "tokens", texts.identity, self.files)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
 
         def make(new: Path) -> None:
-            for split in self.texts.splits:
-                lists = -(-len(self.texts.splits[split]) // TEXTS_AT_ONCE)
+            about = {}
+            for split in texts.splits:
                 what, encoded = f"Tokenizing {split}", self.encoded(split)
-                line = moving(encoded, what, lists, "", shown=world.is_main)
-                write_tokens(new / split, line, dtype)
+                line = moving(encoded, what, None, "", shown=world.is_main)
+                digest = write_tokens(new / split, line, dtype)
+                about[split] = {"hash": digest, "skipped": texts.skipped, "last": [*texts.last]}
+            (new / ABOUT).write_text(json_text(about, None), "utf-8")
 
         world.on_hosts(lambda: made_once(folder, make))
-        return folder, dtype
+        self.about = json.loads((folder / ABOUT).read_text("utf-8"))
+        for split, about in self.about.items():
+            if about["skipped"]:
+                sides = " on both sides" if texts.keys else ""
+                rows = counted(about["skipped"], "row")
+                self.notes.append(f"{split}: skipped {rows} without text{sides}.")
+        length = args.model_max_length
+        return {split: self.tokens_class(folder / split, dtype, length) for split in texts.splits}
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -248,7 +252,7 @@ class SequenceTask(TrainingTask, ABC):
             f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.{digits}f} M parameters\n"
             f"{args.dataset}: {self.about_data()}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
-            + "".join(f"\n{note}" for note in self.texts.notes)
+            + "".join(f"\n{note}" for note in self.notes)
         )
 
     def continued(
@@ -266,28 +270,22 @@ class SequenceTask(TrainingTask, ABC):
         return [every[i % size][i // size] for i in range(len(prompts))]
 
     def fingerprints(self) -> dict[str, str]:
-        """The hashes of the texts."""
-        return self._fingerprints
+        """A hash of the tokens that each split is taken from, and how many examples it has."""
+        about = {split: self.about.get(split, self.about["train"]) for split in self.examples}
+        return {split: f"{about[split]['hash']} {len(self.examples[split])}" for split in about}
 
-    def _made_from(self, *of: Any) -> Path:
-        """The folder of what is made of these things."""
-        args = self.args
-        return place(args.workdir / TOKENS, type(self).__name__, args.src, args.tgt, *of)
-
-    def write_tokenizer(self) -> None:
-        """Writes the tokenizer to the workdir, on rank 0."""
+    def _tokenizer(self) -> dict[str, bytes]:
+        """The files of a pretrained tokenizer, or of one that is trained, or was before."""
         args = self.args
         if self.pretrained:
-            tokenizer = self.pretrained.tokenizer()
-            tokenizer.add_special_tokens(self.special_tokens())
-            tokenizer.save_pretrained(args.workdir)
-            return
-        # The names of the splits count, too: without a validation file a part of plain text is held
-        # out, and the tokenizer learns from the rest.
-        text = [*self._fingerprints], self._fingerprints["train"]
-        folder = self._made_from("tokenizer", args.vocab_size, *text)
+            with tempfile.TemporaryDirectory() as name:
+                tokenizer = self.pretrained.tokenizer()
+                tokenizer.add_special_tokens(self.special_tokens())
+                tokenizer.save_pretrained(name)
+                return tokenizer_files(Path(name))
+        folder = place(args.workdir / TOKENS, "tokenizer", args.vocab_size, self.texts.identity)
         made_once(folder, self.train_tokenizer)
-        shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
+        return tokenizer_files(folder)
 
     def config_and_weights(
         self, num_tokens: int
@@ -306,20 +304,3 @@ class SequenceTask(TrainingTask, ABC):
         """The configuration, and a hash of pretrained weights."""
         weights = self.pretrained.content() if self.pretrained else ""
         return (self.config.to_json_string() + weights).encode()
-
-    def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
-        """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
-
-        def make() -> dict[str, bytes]:
-            workdir = self.args.workdir
-            if saved is None:
-                with writing(workdir / "tokenizer.json"):
-                    self.write_tokenizer()
-            else:
-                for file in FILES:
-                    with writing(workdir / file):
-                        (workdir / file).write_bytes(saved[file])
-            # config.json is not among them: it comes from the options.
-            return {file: (workdir / file).read_bytes() for file in TOKENIZER_FILES}
-
-        return world.on_main(make)  # contents: hosts share no folder

@@ -1,88 +1,164 @@
-"""Reads the text that --dataset names: pairs of sentences, or documents to continue.
+"""The text that --dataset names: pairs of sentences, or documents to continue.
 
 Problem: --dataset must become examples, or one line that says what is wrong with it; and the text
 may be larger than memory.
 
-What it may be, and how it is read: text_files.py. A missing split is cut off the end of train. Rows
-without text, and documents with blanks alone, are left out.
+What it may be, and how it is read: text_files.py. Rows without text, and documents with blanks
+alone, are left out.
 
-Idea: a split is no list. Its text is read anew each time that it is used, a few lines at a time.
-The first start reads it twice, for what each start must know (`remembered`: how many examples, a
-hash, the test pairs), and keeps that in a folder that is named by the files' paths, sizes and
-times. A later start only looks whether that folder is there.
+Idea: text is no list. It is read to train the tokenizer and to make files of tokens (tokens.py), a
+few lines at a time; what else a run needs are rows of these files. So a split that is missing is a
+range of rows at the end of train, and a later start, which finds the files in a folder that is
+named by what they are made of, reads no text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 import shlex
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from training.files import TOKENS, json_text, moving, writing
+from training.files import moving, writing
 from training.launch.errors import UserError, counted, listed
 from training.launch.world import World
 from training.options import Options
 
-from .text_files import Again, Pair, Source, find_source, pieces_of, texts_of
-
-Sizes = Mapping[str, int | None]
-Ranges = dict[str, tuple[str, int, int]]
-"""For each split the source's split, the first example in it, and the number of examples."""
+from .text_files import Pair, Source, TextPiece, find_source, pieces
 
 SPLITS = ("train", "validation", "test")
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
+FIRST_ROWS = 1000  # in which the columns are looked for: a row may lack one
+HALF_LETTER = re.compile("[\ud800-\udfff]")  # as a text in JSON that was cut may have
 
 
 @dataclass
 class Texts:
-    """The examples of each split, and notes on how they were made. A split is iterated over again
-    and again, and has a length; that of test is a list.
+    """The text of a run, before it becomes tokens.
 
     Attributes:
-        plain: the examples are pieces of documents, not pairs; there is no test split.
-        hashes: of each split's examples, in order.
+        keys: the languages of pairs, source and target; of plain text none.
+        asked: the number of pairs in each split; None: all.
+        skipped: rows without text in the split that was read last.
+        last: the last pairs of that split, from which test may be held out.
     """
 
-    splits: Mapping[str, Any]
-    hashes: dict[str, str] = field(repr=False)
-    notes: list[str] = field(default_factory=list)
-    plain: bool = False
+    dataset: str
+    source: Source
+    keys: Sequence[str]
+    asked: Mapping[str, int | None]
+    skipped: int = 0
+    last: deque[Pair] = field(default_factory=deque)
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is documents to continue, and no pairs."""
+        return not self.keys
 
-def hash_of(examples: Iterable[Any]) -> str:
-    """A hash of the examples, in order: of their list in JSON."""
-    digest, before = hashlib.sha256(b"["), ""
-    for example in examples:
-        digest.update((before + json.dumps(example)).encode())
-        before = ", "
-    digest.update(b"]")
-    return digest.hexdigest()
+    @property
+    def splits(self) -> list[str]:
+        """Those that the source has. Plain text has no use for a test split."""
+        used = SPLITS if self.keys else SPLITS[:2]
+        return [split for split in used if split in self.source.rows]
+
+    @property
+    def identity(self) -> Any:
+        """What tells it apart from others, before it is read."""
+        return self.source.identity, self.keys, self.asked
+
+    def pairs(self, split: str) -> Iterator[Pair]:
+        """The pairs of a split with text on both sides, without blanks around it. Of train all, if
+        others are held out from its end; else as many as are asked for. Raises UserError."""
+        whole = split == "train" and len(self.splits) < len(SPLITS)
+        most = None if whole else self.asked[split]
+        self.last = deque(maxlen=None if split == "test" else self.asked["test"] or TAKEN["test"])
+        for pair in islice(self._pairs(split), most):
+            self.last.append(pair)
+            yield pair
+
+    def _pairs(self, split: str) -> Iterator[Pair]:
+        self.skipped = 0
+        for texts in self._texts(split, self.keys):
+            pair = {key: text.strip() for key, text in texts.items()}
+            if all(pair.values()):
+                yield pair
+            else:
+                self.skipped += 1
+
+    def pieces(self, split: str) -> Iterator[TextPiece]:
+        """The pieces of a split's documents, without blank documents. Raises UserError."""
+        self.skipped = 0
+        begun = False
+        for piece in self.source.rows[split]() if self.source.in_pieces else self._pieces(split):
+            if begun or (piece and piece.strip()):  # a blank piece is a blank document, see `BREAK`
+                begun = piece is not None
+                yield piece
+            elif piece is None and not self.source.in_pieces:
+                self.skipped += 1
+
+    def _pieces(self, split: str) -> Iterator[TextPiece]:
+        for row in self._texts(split, ("text",)):
+            yield from pieces(row["text"])
+            yield None
+
+    def _texts(self, split: str, keys: Sequence[str]) -> Iterator[Pair]:
+        """The texts of each row by key; a missing one is empty."""
+        for number, row in enumerate(self.source.rows[split](), 1):
+            columns = columns_of(row)
+            texts = {key: "" if columns.get(key) is None else columns[key] for key in keys}
+            for key, text in texts.items():
+                if not isinstance(text, str) or HALF_LETTER.search(text):
+                    raise UserError(
+                        f"--dataset {self.dataset}: row {number} of {split}: {key} is "
+                        f"{text!r:.40}, and not text in quotes, of whole letters"
+                    )
+            yield texts
+
+    def size(self, split: str) -> int:
+        """The number of pairs or pieces in a split, which is read for it."""
+        examples, unit = (self.pieces, "piece") if self.plain else (self.pairs, "pair")
+        return sum(1 for _ in moving(examples(split), f"Reading {split}", None, unit))
+
+    def parts(self, sizes: Mapping[str, int], notes: list[str]) -> dict[str, tuple[str, range]]:
+        """Returns for each split the source's split, and which of its `sizes[split]` pairs. Splits
+        that the source does not have are held out from the end of train."""
+        parts = {split: (split, range(size)) for split, size in sizes.items()}
+        for split in ("test", "validation"):  # test first: it has the last pairs
+            if split not in parts:
+                _, train = parts["train"]
+                count = min(self.asked[split] or TAKEN[split], -(-(len(train) - 1) // 10))
+                left = len(train) - count  # a pair stays
+                parts |= {"train": ("train", train[:left]), split: ("train", train[left:])}
+                pairs = counted(count, "pair")
+                notes.append(f"no {split} split: {pairs} held out from the end of train.")
+        for split in SPLITS:
+            (origin, part), most = parts[split], self.asked[split]
+            if most is not None and len(part) < most:
+                there = counted(len(part), "pair")
+                notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
+            parts[split] = origin, part[:most]
+        return {split: parts[split] for split in SPLITS}
 
 
 def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
-    """The pairs or the plain text that the options ask for. All ranks call it together: the first
-    one of each host reads.
+    """The pairs or the plain text that the options ask for. All ranks call it together.
 
     Args:
         translates: whether only pairs can be used.
 
     Raises:
-        UserError: there is no usable text, or a rank has no pair of a split; the message says why,
-            and what works.
+        UserError: there is no usable text; the message says why, and what works.
     """
-    dataset, src, tgt = args.dataset, args.src, args.tgt
-    sizes: Sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    source = find_source(dataset, src, tgt, world)
-    plain = source.is_plain(src, tgt)
+    dataset, keys = args.dataset, (args.src, args.tgt)
+    source = find_source(dataset, *keys, world)
+    plain = source.in_pieces or is_plain(dataset, source, *keys)
     if plain and translates:
         raise UserError(
             f"--dataset {dataset}: this is plain text, and the program translates; "
@@ -93,100 +169,32 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
             f"--dataset {dataset}: it has no train split, but {listed(source.rows, 'and')}; text "
             "in a split named train works"
         )
-    keys, most = ((), {}) if plain else ((src, tgt), sizes)
-    examine = partial(_examine, source, keys, most)
-    facts = remembered(examine, world, args.workdir / TOKENS, source.identity, keys, most)
-    splits: dict[str, Any] = {
-        split: Again(partial(_part, source, keys, *part), part[-1])
-        for split, part in facts["ranges"].items()
-    }
-    if plain and "train" not in splits:
-        raise UserError(f"--dataset {dataset}: it has no text to learn; more text works")
-    for split, pairs in {} if plain else splits.items():
-        if len(pairs) < args.dp:
-            more = f"a larger --n_{split}" if len(pairs) == sizes[split] else "more text"
-            raise UserError(
-                f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on "
-                f"both sides, and a run of {counted(args.dp, 'rank')} needs {args.dp} or more; "
-                f"{more} works"
-            )
-    notes = [*source.notes, *facts["notes"]]
-    return Texts(splits | facts["lists"], facts["hashes"], notes, plain)
+    asked = {split: getattr(args, f"n_{split}") for split in SPLITS}
+    return Texts(dataset, source, (), {}) if plain else Texts(dataset, source, keys, asked)
 
 
-def _examine(source: Source, keys: Sequence[str], sizes: Sizes) -> dict[str, Any]:
-    """What each start must know. Plain text has no keys."""
-    ranges: Ranges = {}
-    notes: list[str] = []
-    unit = "pair" if keys else "piece"
-    for split in [split for split in SPLITS if split in source.rows and (keys or split != "test")]:
-        skipped = Counter[str]()
-        examples = _examples(source, split, keys, skipped)
-        size = sum(1 for _ in moving(examples, f"Reading {split}", None, unit))
-        if keys or size:
-            ranges[split] = (split, 0, size)
-        if skipped and not source.in_pieces:
-            rows = counted(skipped.total(), "row")
-            sides = " on both sides" if keys else ""
-            notes.append(f"{split}: skipped {rows} without text{sides}.")
-    if keys:
-        ranges = _cut(ranges, sizes, notes)
-    lists, hashes = dict[str, list[Pair]](), dict[str, str]()
-    readers = {origin: _examples(source, origin, keys) for origin in source.rows}
-    done = Counter[str]()
-    for split, (origin, first, size) in ranges.items():  # each reader goes on where it was
-        skip, done[origin] = first - done[origin], first + size
-        part: Iterable[Any] = islice(readers[origin], skip, skip + size)
-        if split == "test":
-            part = lists[split] = list(part)
-        hashes[split] = hash_of(moving(part, f"Reading {split} again", size, unit))
-    return {"ranges": ranges, "hashes": hashes, "lists": lists, "notes": notes}
+def is_plain(dataset: str, source: Source, src: str, tgt: str) -> bool:
+    """Whether rows are plain text, and no pairs. Raises UserError if they are neither."""
+    names = dict[str, None]()
+    rows = chain.from_iterable(read() for read in source.rows.values())
+    for columns in map(columns_of, islice(rows, FIRST_ROWS)):
+        if "text" in columns and not columns.keys() & {src, tgt}:
+            return True
+        if columns.keys() >= {src, tgt}:
+            return False
+        names |= dict.fromkeys(columns)
+    raise UserError(
+        f"--dataset {dataset}: none of the first rows has both {src} and {tgt}, but "
+        f"{', '.join(names) or 'no columns'}; --src and --tgt name the columns of pairs, or a "
+        "column named text holds plain text"
+    )
 
 
-def _cut(ranges: Ranges, sizes: Sizes, notes: list[str]) -> Ranges:
-    """Returns the splits of pairs, with as many as are asked for. Those that the source does not
-    have are cut off the end of train."""
-    for split in ("test", "validation"):  # test is cut off first: it has the last pairs
-        if split not in ranges:
-            *_, size = ranges["train"]
-            count = min(sizes[split] or TAKEN[split], -(-(size - 1) // 10))  # a pair stays
-            ranges["train"] = ("train", 0, size - count)
-            ranges[split] = ("train", size - count, count)
-            held_out = counted(count, "pair")
-            notes.append(f"no {split} split: {held_out} held out from the end of train.")
-    for split, most in sizes.items():
-        origin, first, size = ranges[split]
-        if most is not None and size < most:
-            there = counted(size, "pair")
-            notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
-        ranges[split] = (origin, first, min(size, size if most is None else most))
-    return {split: ranges[split] for split in SPLITS}
-
-
-def _part(source: Source, keys: Sequence[str], split: str, first: int, size: int) -> Iterator[Any]:
-    """`size` examples of a source's split, after the first `first` ones."""
-    return islice(_examples(source, split, keys), first, first + size)
-
-
-def _examples(
-    source: Source, split: str, keys: Sequence[str], skipped: Counter[str] | None = None
-) -> Iterator[Any]:
-    """All examples of a source's split: pairs with text on both sides, without blanks around it;
-    or, without keys, pieces of documents that are not blank. Counts the others in `skipped`."""
-    skipped = Counter() if skipped is None else skipped
-    for texts in texts_of(source, split, keys) if keys else ():
-        pair = {key: text.strip() for key, text in texts.items()}
-        if all(pair.values()):
-            yield pair
-        else:
-            skipped[split] += 1
-    begun = False
-    for piece in () if keys else pieces_of(source, split):
-        if begun or (piece and piece.strip()):  # a blank piece is a blank document, see `BREAK`
-            begun = piece is not None
-            yield piece
-        elif piece is None:
-            skipped[split] += 1
+def columns_of(row: Any) -> Mapping[str, Any]:
+    """A row's values by column, or by language if it has a `translation` of both."""
+    columns = row if isinstance(row, Mapping) else {}
+    translation = columns.get("translation")
+    return translation if isinstance(translation, Mapping) else columns
 
 
 # What a start need not read again
@@ -199,32 +207,14 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> None:
         return
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".part") as part:
-                new = Path(part) / "new"  # with the permissions of other folders
-                new.mkdir()
-                make(new)
-                with suppress(OSError):  # another has given the name
-                    new.rename(folder)
-        finally:
-            with suppress(OSError):  # it is not empty
-                folder.parent.rmdir()
+        with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".part") as part:
+            new = Path(part) / "new"  # with the permissions of other folders
+            new.mkdir()
+            make(new)
+            with suppress(OSError):  # another has given the name
+                new.rename(folder)
 
 
 def place(folder: Path, *made_of: Any) -> Path:
     """The folder, within another one, of what is made of these things."""
     return folder / hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
-
-
-def remembered(
-    examine: Callable[[], dict[str, Any]], world: World, folder: Path, *of: Any
-) -> dict[str, Any]:
-    """What examine() returns, or has returned to an earlier start."""
-    file = place(folder, "facts", *of) / "facts.json"
-
-    def make(new: Path) -> None:
-        (new / file.name).write_text(json_text(examine(), None), "utf-8")
-
-    world.on_hosts(lambda: made_once(file.parent, make))
-    facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return facts

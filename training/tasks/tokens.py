@@ -22,11 +22,12 @@ epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md)
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,7 +62,7 @@ def ends_of(src: str, tgt: str) -> dict[str, Any]:
 
 
 def get_tokenizer(
-    examples: Sequence[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
+    examples: Iterable[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE over both languages: any text can be encoded, nothing is unknown. Writes it to
     workdir/tokenizer.json, too.
@@ -70,8 +71,7 @@ def get_tokenizer(
         vocab_size: maximum number of tokens: 256 bytes, 3 special tokens, and merges. A small
             text may give fewer merges.
     """
-    pairs = evenly(examples, len(examples))
-    texts = (pair[key] for pair in pairs for key in (src_key, tgt_key))
+    texts = (pair[key] for pair in examples for key in (src_key, tgt_key))
     special, uses = [PAD, eos(src_key), eos(tgt_key)], ends_of(src_key, tgt_key)
     tokenizer = train_bpe(texts, vocab_size, special, uses)
     tokenizer.save_pretrained(workdir)
@@ -79,9 +79,9 @@ def get_tokenizer(
 
 
 def evenly(items: Iterable[T], size: int) -> Iterator[T]:
-    """At most about `FOR_BPE` of `size` items, evenly spaced: to count the words of ten million
-    pairs took 10 GB."""
-    return islice(items, 0, None, -(-size // FOR_BPE) or 1)
+    """Of the first `size` items at most about `FOR_BPE`, evenly spaced: to count the words of ten
+    million pairs took 10 GB."""
+    return islice(items, 0, size, -(-size // FOR_BPE) or 1)
 
 
 def train_bpe(
@@ -100,6 +100,11 @@ def train_bpe(
     )
     tokenizer.add_special_tokens(uses)
     return tokenizer
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The contents of the files that `save_pretrained` has written into a folder."""
+    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES}
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
@@ -153,12 +158,13 @@ def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -
 
 
 def ids_of(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, language: str
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, language: str
 ) -> list[list[int]]:
     """The token ids of each text, with the end of its language."""
     end = tokenizer.convert_tokens_to_ids(eos(language))
-    as_text = partial(tokenizer, split_special_tokens=True, verbose=False)  # see `tokens_of`
-    return [[*as_text(text)["input_ids"], end] for text in texts]
+    ids, lengths = tokens_of(texts, tokenizer)
+    ends = np.cumsum(lengths)
+    return [[*ids[b - n : b].tolist(), end] for b, n in zip(ends, lengths, strict=True)]
 
 
 def encode_in_memory(
@@ -183,36 +189,54 @@ def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     return iter(lambda: list(islice(rest, size)), [])
 
 
-def write_tokens(path: Path, encoded: Iterable[tuple[Any, Any]], dtype: Any) -> None:
-    """Writes ids and sizes, as `encode` gives them, to `path`.ids and `path`.bounds."""
+def write_tokens(path: Path, encoded: Iterable[tuple[Any, Any]], dtype: Any) -> str:
+    """Writes ids and sizes, as `encode` gives them, to `path`.ids and `path`.bounds. Returns a hash
+    of the ids."""
+    digest = hashlib.sha256()
     with path.with_suffix(".ids").open("wb") as ids, path.with_suffix(".bounds").open("wb") as ends:
         bounds: Any = np.zeros(1, np.int64)
         ends.write(bounds)
         for some, sizes in encoded:
-            ids.write(some.astype(dtype))  # numpy's `tofile` may not see a full disk
+            content = some.astype(dtype)
+            digest.update(content)
+            ids.write(content)  # numpy's `tofile` may not see a full disk
             bounds = bounds[-1] + np.cumsum(sizes)
             ends.write(bounds)
         for file in (ids, ends):  # the content is on disk before the folder has its name
             file.flush()
             os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 class Tokens(Sequence[Encoded]):
-    """The examples of a split, read from its files when they are asked for.
+    """Examples, read from the files of a split when they are asked for: each is a row of them.
 
     Args:
         path: as of `write_tokens`.
         length: inputs of an example, at most. Pairs are cut to so many and their labels.
+
+    Attributes:
+        part: which rows are examples; by default all.
     """
 
     def __init__(self, path: Path, dtype: Any, length: int) -> None:
         # Open from here on: the folder may be gone later.
         self.ids, self.bounds = (path.with_suffix(end).open("rb") for end in (".ids", ".bounds"))
         self.dtype, self.length = np.dtype(dtype), length
-        self.num_tokens = os.fstat(self.ids.fileno()).st_size // self.dtype.itemsize
+        self.part = range(self.size())
+
+    def size(self) -> int:
+        """The number of pairs in the files."""
+        return (len(_mapped(self.bounds, np.int64)) - 1) // 2
+
+    def of(self, part: range) -> Tokens:
+        """The same files, of which another part is taken."""
+        other = copy(self)
+        other.part = part
+        return other
 
     def __len__(self) -> int:
-        return (len(_mapped(self.bounds, np.int64)) - 1) // 2
+        return len(self.part)
 
     def __getitem__(self, number: Any) -> Any:
         return self.__getitems__([range(len(self))[number]])[0]  # raises IndexError
@@ -230,44 +254,34 @@ class Tokens(Sequence[Encoded]):
 
     def places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
         """The first token, `num_source` and the end of these examples, each [N]."""
-        bounds, at = _mapped(self.bounds, np.int64), 2 * np.asarray(numbers)
+        bounds, at = _mapped(self.bounds, np.int64), 2 * (self.part.start + np.asarray(numbers))
         first = bounds[at]
         end = np.minimum(bounds[at + 2], first + self.length + 1)
         return first, np.minimum(bounds[at + 1], end) - first, end
 
     def num_cut(self) -> int:
         """How many pairs are longer."""
-        bounds, step = _mapped(self.bounds, np.int64)[::2], AT_ONCE
-        parts = (bounds[k : k + step + 1] for k in range(0, len(bounds) - 1, step))
+        firsts = _mapped(self.bounds, np.int64)[::2][self.part.start : self.part.stop + 1]
+        parts = (firsts[k : k + AT_ONCE + 1] for k in range(0, len(self), AT_ONCE))
         return int(sum((np.diff(part) > self.length + 1).sum() for part in parts))
 
 
 class Stream(Tokens):
     """A text in one row, as examples of `length` inputs, of which the last may be shorter. An
     example ends with the token that the next one begins with, and the first token of all is only
-    an input.
+    an input. `part`: of which tokens."""
 
-    Args:
-        tokens: which tokens of the text; None: all.
-
-    Attributes:
-        most: examples, at most.
-    """
-
-    most: int | None = None
-
-    def __init__(self, path: Path, dtype: Any, length: int, tokens: range | None = None) -> None:
-        super().__init__(path, dtype, length)
-        self.tokens = range(self.num_tokens) if tokens is None else tokens
+    def size(self) -> int:
+        """The number of tokens in the file."""
+        return os.fstat(self.ids.fileno()).st_size // self.dtype.itemsize
 
     def __len__(self) -> int:
-        whole = -(-(len(self.tokens) - 1) // self.length)
-        return min(whole, self.most or whole)
+        return -(-(len(self.part) - 1) // self.length)
 
     def places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
         """See `Tokens`."""
-        first = self.tokens.start + self.length * np.asarray(numbers)
-        end = np.minimum(first + self.length + 1, self.tokens.stop)
+        first = self.part.start + self.length * np.asarray(numbers)
+        end = np.minimum(first + self.length + 1, self.part.stop)
         return first, np.ones_like(first), end
 
 

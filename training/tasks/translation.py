@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from training.launch.world import World
 from .generation import bleu_tokenizer, evaluate_bleu
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
-from .texts import SPLITS
-from .tokens import Tokens, encode, ends_of, get_tokenizer, ids_of
+from .text_files import Pair
+from .tokens import Tokens, encode, ends_of, evenly, get_tokenizer, ids_of
 
 
 class TranslationTask(SequenceTask):
@@ -22,12 +22,12 @@ class TranslationTask(SequenceTask):
 
     score_name = "BLEU"
     needs_an_epoch = True
+    test: list[Pair]
 
     @cached_property
     def score_details(self) -> dict[str, str]:
         """What BLEU takes for a word."""
-        test = self.texts.splits["test"]
-        return {"bleu_tokenizer": bleu_tokenizer(pair[self.args.tgt] for pair in test)}
+        return {"bleu_tokenizer": bleu_tokenizer(pair[self.args.tgt] for pair in self.tested())}
 
     @property
     def score_title(self) -> str:
@@ -36,8 +36,10 @@ class TranslationTask(SequenceTask):
         return "BLEU" if tokenizer == "13a" else f"BLEU {tokenizer}"
 
     def train_tokenizer(self, folder: Path) -> None:
-        """One for both languages."""
-        args, pairs = self.args, self.texts.splits["train"]
+        """One for both languages, of the pairs that train has."""
+        args, texts = self.args, self.texts
+        _, train = texts.parts({split: texts.size(split) for split in texts.splits}, [])["train"]
+        pairs = evenly(texts.pairs("train"), len(train))
         get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, folder)
 
     def special_tokens(self) -> dict[str, Any]:
@@ -46,28 +48,37 @@ class TranslationTask(SequenceTask):
 
     def encoded(self, split: str) -> Iterator[tuple[Any, Any]]:
         """A sequence per pair."""
-        return encode(self.texts.splits[split], self.tokenizer, self.args.src, self.args.tgt)
+        return encode(self.texts.pairs(split), self.tokenizer, self.args.src, self.args.tgt)
 
-    def load(self, folder: Path, dtype: Any) -> dict[str, Tokens]:
-        """The pairs."""
-        length = self.args.model_max_length
-        examples = {split: Tokens(folder / split, dtype, length) for split in SPLITS}
-        if not any(example.num_targets for example in examples["train"]):
+    def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
+        """As many pairs as are asked for."""
+        args, length = self.args, self.args.model_max_length
+        parts = self.texts.parts({split: len(pairs) for split, pairs in files.items()}, self.notes)
+        chosen = {split: files[origin].of(part) for split, (origin, part) in parts.items()}
+        origin, part = parts["test"]
+        last = self.about[origin]["last"]  # of which test, if it is held out, has the last ones
+        self.test = last[len(last) - len(part) :]
+        for split, pairs in chosen.items():
+            there = counted(len(pairs), "pair")
+            if len(pairs) < args.dp:
+                raise UserError(
+                    f"--dataset {args.dataset}: {split} has {there} with text on both sides, and a "
+                    f"run of {counted(args.dp, 'rank')} needs {args.dp} or more; more text, or a "
+                    f"larger --n_{split}, works"
+                )
+            if cut := pairs.num_cut():
+                long = f"{cut:,} of {there}"
+                self.notes.append(f"{split}: {long} cut to --model_max_length {length} tokens.")
+        if not any(example.num_targets for example in chosen["train"]):
             raise UserError(
                 f"--model_max_length {length}: every source sentence fills it, and no target is "
                 "left to learn; --model_max_length 128 works"
             )
-        for split, pairs in examples.items():
-            if cut := pairs.num_cut():
-                self.texts.notes.append(
-                    f"{split}: {cut:,} of {counted(len(pairs), 'pair')} cut to --model_max_length "
-                    f"{length} tokens."
-                )
-        return examples
+        return chosen
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """BLEU of the test split's translations."""
-        args, test = self.args, self.texts.splits["test"]
+        args, test = self.args, self.tested()
         generated = self.translated(world, model, [pair[args.src] for pair in test])
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
 
@@ -81,12 +92,12 @@ class TranslationTask(SequenceTask):
 
     def about_data(self) -> str:
         """The number of pairs in each split."""
-        sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
+        sizes = " / ".join(f"{len(pairs):,}" for pairs in self.examples.values())
         return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
 
     def tested(self) -> list[Any]:
         """The pairs of the test split."""
-        return list(self.texts.splits["test"])
+        return self.test
 
     def examples_to_show(self, generated: list[str]) -> str:
         """The first translations beside their sources."""

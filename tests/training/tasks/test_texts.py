@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,9 +22,11 @@ from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
 from training.tasks import text_files
+from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
 from training.tasks.text_files import BUILTIN_FOLDER, END, rows_of_files, text_lines
-from training.tasks.texts import SPLITS, Texts, hash_of, load_texts, made_once
+from training.tasks.texts import SPLITS, Texts, load_texts, made_once
+from training.tasks.translation import TranslationTask
 
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
 Rows = list[tuple[str, str]]
@@ -40,31 +41,33 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 def asked(dataset: object, dp: int = 1, **sizes: int | None) -> Options:
     """The options of a run."""
     n: Any = {f"n_{split}": size for split, size in sizes.items()}
-    return Options(dataset=str(dataset), workdir=Path("run"), dp=dp, **n)
+    return Options(dataset=str(dataset), workdir=Path("run"), dp=dp, model="gpt2-mini", **n)
 
 
-def load(dataset: object, dp: int = 1, **sizes: int | None) -> Texts:
-    """As train.py reads it. The other programs read the same pairs."""
+def texts_of(dataset: object) -> Texts:
+    return load_texts(asked(dataset), World())
+
+
+def load(dataset: object, dp: int = 1, **sizes: int | None) -> TranslationTask:
+    """As the programs read it."""
     args = asked(dataset, dp, **sizes)
-    texts = load_texts(args, World())
-    if not texts.plain and Path(str(dataset)).exists():
-        same = load_texts(args, World(), translates=True)
-        assert (in_memory(same), same.notes) == (in_memory(texts), texts.notes)
-        hashes = {split: hash_of(rows) for split, rows in in_memory(texts).items()}
-        assert same.hashes == texts.hashes == hashes
-    return texts
+    return TranslationTask(args, World(), load_texts(args, World(), translates=True))
 
 
-def in_memory(texts: Texts) -> dict[str, list[Any]]:
-    """The examples of each split; the documents of plain text are whole."""
-    found: dict[str, list[Any]] = {split: [*rows] for split, rows in texts.splits.items()}
-    if texts.plain:
-        whole = ("".join(END if part is None else part for part in found[split]) for split in found)
-        return {split: text.split(END)[:-1] for split, text in zip(found, whole, strict=True)}
-    assert {split: len(rows) for split, rows in texts.splits.items()} == {
-        split: len(rows) for split, rows in found.items()
-    }
+def in_memory(task: TranslationTask) -> dict[str, list[dict[str, str]]]:
+    """The pairs of each split, from their tokens. Those of test are kept as text, too."""
+    decode, found = task.tokenizer.decode, dict[str, list[dict[str, str]]]()
+    for split, examples in task.examples.items():
+        sides = ((e.ids[: e.num_source - 1], e.ids[e.num_source : -1]) for e in examples)
+        found[split] = pairs([(decode(source), decode(target)) for source, target in sides])
+    assert task.tested() == found["test"]
     return found
+
+
+def documents(texts: Texts) -> dict[str, list[str]]:
+    """Of plain text; `END` stands in no document here."""
+    whole = ("".join(END if p is None else p for p in texts.pieces(s)) for s in texts.splits)
+    return {split: text.split(END)[:-1] for split, text in zip(texts.splits, whole, strict=True)}
 
 
 def pairs(rows: Rows) -> list[dict[str, str]]:
@@ -132,7 +135,9 @@ def test_a_line_ends_at_a_newline_alone(tmp_path: Path, inside: str) -> None:
     content = f"\ufeffa{inside}b\r\n\n c{inside}d\ne{inside}".encode()
     assert [*text_lines(io.BytesIO(content))] == [f"a{inside}b", "", f" c{inside}d", f"e{inside}"]
     row = {"de": f"x{inside}y", "en": "z"}
-    tables = {"tsv": f"\ufeffde\ten\r\n{row['de']}\tz\r\n", "csv": f'de,en\n"{row["de"]}","z"'}
+    tables = {"csv": f'\ufeffde,en\r\n"{row["de"]}","z"'}
+    if inside != "\r":  # in TSV an error
+        tables["tsv"] = f"\ufeffde\ten\r\n{row['de']}\tz\r\n"
     if inside >= " ":  # JSON has no other
         tables["jsonl"] = f"\ufeff{json.dumps(row, ensure_ascii=False)}\r\n\r\n"
     for ending, table in tables.items():
@@ -254,7 +259,7 @@ def test_a_missing_validation_file_is_a_part_of_train(folder: Path) -> None:
             number = SPLITS.index(split)
             (folder / f"{split}.{language}").rename(folder / f"train-{number}.{language}")
     texts = load(folder)
-    assert {split: len(rows) for split, rows in texts.splits.items()} == {
+    assert {split: len(rows) for split, rows in texts.examples.items()} == {
         "train": 7, "validation": 1, "test": 1,
     }  # fmt: skip
     assert in_memory(texts)["test"] == [{"de": "de test 2", "en": "en test 2"}]
@@ -269,32 +274,29 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
       "validation": ["dev.1.txt"]}),
     ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
      {"train": ["book.txt"], "validation": ["val.txt"]}),
-    ("corpus.jsonl LICENSE.txt readme.de.txt Licence-MIT.txt sub/NOTICE.json DEV.jsonl test.jsonl "
-     "sub/train.de sub/train.en",
+    ("corpus.jsonl LICENSE.txt Readme.txt DEV.jsonl test.jsonl sub/train.de sub/train.en",
      {"train": ["corpus.jsonl"], "validation": ["DEV.jsonl"], "test": ["test.jsonl"]}),
     ("1/2/a.jsonl dev/2/b.jsonl test/2/3/c.jsonl 1/.2/d.jsonl",
      {"train": ["1/2/a.jsonl"], "validation": ["dev/2/b.jsonl"], "test": ["test/2/3/c.jsonl"]}),
-    ("authors/jane.txt copyright.txt LICENSES.txt notice/val.txt",
-     {"train": ["authors/jane.txt"], "validation": ["notice/val.txt"]}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "expected"), FOLDERS, ids=[names for names, _ in FOLDERS])
 def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, list[str]]) -> None:
-    """A whole name says a split. Hidden files and folders, copies of editors, and what is about the
-    data are none; those above say nothing. The run says which file is which split."""
+    """A whole name says a split. Hidden files and folders, copies of editors, README and LICENSE
+    are none; those above say nothing. The run says which file is which split."""
     folder = tmp_path / ".cache" / "test"
     for name in names.split():
         path = folder / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(name if ".txt" in name else json.dumps({"de": name, "en": "x"}))
-    (folder / "empty.txt").touch()
-    texts = load(folder)
-    found = in_memory(texts)
-    if not texts.plain:
-        found = {split: [pair["de"] for pair in rows] for split, rows in found.items()}
-    assert found == expected
-    (said,) = texts.notes
+    texts = texts_of(folder)
+    if texts.plain:
+        assert documents(texts) == expected
+    else:
+        found = {split: [pair["de"] for pair in texts.pairs(split)] for split in texts.splits}
+        assert found == expected
+    (said,) = texts.source.notes
     for split, files in expected.items():
         first = ", ".join(name.split("/")[-1] for name in files[:3])
         assert f"{split} is {first}" + " and 2 more" * (len(files) == 5) in said
@@ -303,8 +305,9 @@ def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, l
 def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> None:
     """The words of validation and test are in what a run without --n_train trains on. And it is a
     folder with two languages."""
-    splits = in_memory(load("builtin"))
-    assert splits == in_memory(load(BUILTIN_FOLDER))
+    texts, folder = texts_of("builtin"), texts_of(BUILTIN_FOLDER)
+    splits = {split: [*texts.pairs(split)] for split in SPLITS}
+    assert splits == {split: [*folder.pairs(split)] for split in SPLITS}
     assert {split: len(rows) for split, rows in splits.items()} == {
         "train": 9000, "validation": 1000, "test": 100,
     }  # fmt: skip
@@ -323,23 +326,24 @@ def test_a_file_holds_documents(tmp_path: Path) -> None:
     """A byte-order mark and blank documents are none."""
     text = f"\n{END}one\r\n\r\ntwo {END}\n \n{END}{END} three{END}\n"
     (tmp_path / "a.txt").write_text(text, "utf-8-sig", newline="")
-    texts = load(tmp_path / "a.txt")
-    assert texts.plain and texts.notes == []
-    assert in_memory(texts) == {"train": ["one\n\ntwo ", " three"]}
+    texts = texts_of(tmp_path / "a.txt")
+    assert documents(texts) == {"train": ["one\n\ntwo ", " three"]}
+    assert (texts.source.notes, texts.skipped) == ([], 0)
 
 
 def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
     """In which `END` is text as any other."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
-    texts = load(path)
-    assert in_memory(texts) == {"train": ["one", "two"]}
-    assert texts.notes == ["train: skipped 1 row without text."]
+    args = replace(asked(path), model_max_length=2)
+    task = LanguageTask(args, World(), load_texts(args, World()))
+    assert documents(task.texts) == {"train": ["one", "two"]}
+    assert task.notes[0] == "train: skipped 1 row without text."
     rows = {"train": [{"text": "one"}, {"text": f"a{END}b"}], "validation": [{"text": "three"}]}
     hub({split: Dataset.from_list(some) for split, some in rows.items()})
-    found = load("some/texts").splits
-    assert [*found["train"]] == ["one", None, f"a{END}b", None]
-    assert [*found["validation"]] == ["three", None]
+    texts = texts_of("some/texts")
+    assert [*texts.pieces("train")] == ["one", None, f"a{END}b", None]
+    assert [*texts.pieces("validation")] == ["three", None]
 
 
 def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
@@ -350,9 +354,9 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
     whole = "".join(f"line {i}\r\n{END * (i % 1500 == 7)}\r\n" for i in range(4000))
     whole += " ".join(f"wörd{i}" for i in range(30_000))
     (tmp_path / "a.txt").write_text(whole, "utf-8-sig", newline="")
-    texts = load(tmp_path)
-    train = [*texts.splits["train"]]
-    assert len(train) == len(texts.splits["train"])
+    texts = texts_of(tmp_path)
+    train = [*texts.pieces("train")]
+    assert len(train) == texts.size("train")
     text = "".join(END if piece is None else piece for piece in train[:-1])
     assert text == whole.replace("\r\n", "\n") and train[-1] is None
     assert max(len(piece or "") for piece in train) < 5003
@@ -361,38 +365,38 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
 # A second start
 
 
-def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """The texts of a start, and how often it has read a text to the end."""
-    ends = 0
+def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The task of a start, and the files that it has read to the end."""
+    read_to_end = []
     real = text_files.rows_of_files
 
-    def counting(read: Callable[..., Any], *args: Any) -> Any:
-        nonlocal ends
-        yield from read(*args)
-        ends += 1
+    def counting(dataset: str, keys: Any, groups: Any) -> Any:
+        yield from real(dataset, keys, groups)
+        read_to_end.append(groups)
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_files, "rows_of_files", partial(counting, real))
+        patch.setattr(text_files, "rows_of_files", counting)
         found = read()
-    return found, ends
+    return found, read_to_end
 
 
-@pytest.mark.parametrize("kind", ["lines", "jsonl", "texts", "txt"])
+@pytest.mark.parametrize("kind", ["lines", "jsonl"])
 def test_a_second_start_reads_nothing_and_gets_the_same(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first one counts pairs, and then makes tokens. (Neither the reading for a tokenizer nor
+    that of few pairs comes to the end of train.)"""
     path = folder
     if kind != "lines":
-        content = to_jsonl(numbered(0, 40)) if kind == "jsonl" else b'{"text": "a b c"}\n' * 40
-        path = folder / ("a.txt" if kind == "txt" else "a.jsonl")
-        path.write_bytes(content)
-    first, opened = starts(lambda: load_texts(asked(path), World()), monkeypatch)
-    assert opened
-    again, opened = starts(lambda: load_texts(asked(path), World()), monkeypatch)
-    assert opened == 0
+        path = folder / "a.jsonl"
+        path.write_bytes(b'{"de": "x"}\n' + to_jsonl(numbered(0, 40)))
+    first, reads = starts(lambda: load(path, train=2), monkeypatch)
+    assert len(reads) == (2 if kind == "jsonl" else 4)
+    again, reads = starts(lambda: load(path, train=2), monkeypatch)
+    assert reads == []
     assert in_memory(again) == in_memory(first)
-    assert (again.notes, again.plain) == (first.notes, first.plain)
-    assert again.hashes == first.hashes
+    assert again.notes == first.notes
+    assert again.fingerprints() == first.fingerprints()
 
 
 def _renamed(path: Path) -> Path:
@@ -411,10 +415,14 @@ def _rewritten(path: Path, content: bytes) -> Path:
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "content": lambda path: load(_rewritten(path, to_jsonl(numbered(40, 80)))),
     "name": lambda path: load(_renamed(path)),
-    "a size": lambda path: load(path, train=3),
-    "languages": lambda path: load_texts(replace(asked(path), src="en", tgt="de"), World()),
-    "place": lambda path: load_texts(replace(asked(path), workdir=Path("other")), World()),
+    "a size": lambda path: load(path, test=3),
+    "languages": lambda path: turned(replace(asked(path), src="en", tgt="de")),
+    "place": lambda path: turned(replace(asked(path), workdir=Path("other"))),
 }  # fmt: skip
+
+
+def turned(args: Options) -> TranslationTask:
+    return TranslationTask(args, World(), load_texts(args, World()))
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -424,14 +432,14 @@ def test_a_start_with_another_text_reads_it(
     """And gets what a first start gets."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(to_jsonl(numbered(10, 50)))
-    before = load(path)
-    changed, opened = starts(lambda: CHANGES[what](path), monkeypatch)
-    assert opened
+    load(path)
+    changed, reads = starts(lambda: CHANGES[what](path), monkeypatch)
+    assert reads
     if what in ("content", "a size", "languages"):
-        assert changed.hashes["train"] != before.hashes["train"]
-        first = next(iter(changed.splits["train"]))
-        assert first["en"] == ("sentence 40" if what == "content" else "sentence 10")
-        assert [*first] == (["en", "de"] if what == "languages" else ["de", "en"])
+        first = changed.tokenizer.decode(changed.examples["train"][0].ids)
+        assert ("sentence 40" if what == "content" else "sentence 10") in first
+        assert first.startswith("sentence") == (what == "languages")
+        assert len(changed.examples["test"]) == (3 if what == "a size" else 4)
 
 
 def test_facts_are_whole_or_not_there(tmp_path: Path) -> None:
@@ -448,7 +456,7 @@ def test_facts_are_whole_or_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         made_once(folder, lambda new: write("killed", new))
-    assert not folder.parent.exists()
+    assert [*folder.parent.iterdir()] == []
     made_once(folder, lambda new: write("slow", new))
     made_once(folder, lambda new: write("again", new))
     assert (folder / "file").read_text() == "fast"
@@ -460,16 +468,17 @@ def test_facts_are_whole_or_not_there(tmp_path: Path) -> None:
 
 def _of_a_rank(rank: int, world_size: int, path: Path, folder: Path) -> tuple[Any, int]:
     """What a rank of a host has read or raised, and how often it has read a text to the end."""
-    world = World(rank, world_size, rank)
+    world, args = World(rank, world_size, rank), replace(asked(path), workdir=folder)
 
     def pairs_or_error() -> Any:
         try:
-            return load_texts(replace(asked(path), workdir=folder), world).hashes
+            return TranslationTask(args, world, load_texts(args, world)).fingerprints()
         except UserError as error:
             return str(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        return starts(pairs_or_error, patch)
+        found, reads = starts(pairs_or_error, patch)
+        return found, len(reads)
 
 
 def test_one_rank_of_a_host_reads_and_all_say_what_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
@@ -477,10 +486,10 @@ def test_one_rank_of_a_host_reads_and_all_say_what_is_wrong(ranks: Ranks, tmp_pa
     good.write_bytes(to_jsonl(numbered(0, 9)))
     bad.write_bytes(to_jsonl(numbered(0, 9)) + b"{")
     (hashes, ends), *others = ranks.run(_of_a_rank, good, tmp_path / "facts")
-    assert len(hashes) == 3 and ends > 0
+    assert len(hashes) == 3 and ends == 2
     assert others == [(hashes, 0)] * len(others) != []
     (error, _), *others = ranks.run(_of_a_rank, bad, tmp_path / "facts")
-    assert error.startswith(f"--dataset {bad}: it cannot be read (ValueError: line 10: ")
+    assert error.startswith(f"--dataset {bad}: it cannot be read (ValueError: line 10, column ")
     assert others == [(error, 0)] * len(others)
 
 
@@ -488,38 +497,35 @@ def test_one_rank_of_a_host_reads_and_all_say_what_is_wrong(ranks: Ranks, tmp_pa
 
 ROW = '{"de": "Satz", "en": "sentence"}\n'
 UNREADABLE = "--dataset {}: it cannot be read ("
-NOT_UTF8 = "--dataset {}: it is not UTF-8 ("
+NOT_UTF8 = UNREADABLE + "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x"
+NO_TEXT = "--dataset {}: none of the first rows has both de and en, but "
 SPOILT = [  # a file of the folder above
-    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2 lines: line i "),
+    ("test.en", "one\ntwo\n", "--dataset {}: test.en has 2 lines, and test.de has more: line i "),
     ("train.de", "eins\nzwei\nfünf\n",
-     "--dataset {}/train.de: it is not UTF-8 (invalid start byte in line 3: byte 0xfc); text in "),
-    ("train.de", "", "--dataset {}: train.de has 0 lines and train.en has 3 lines: line i "),
+     "--dataset {}/train.de: it cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode "
+     "byte 0xfc in position 1: invalid start byte in line 3; text in UTF-8 works)"),
+    ("train.de", "", "--dataset {}: train.de has 0 lines, and train.en has more: line i "),
     ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and a run "),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and a run "),
-    ("valid-2.de", "a\n", "--dataset {} --src de --tgt en: it has valid-2.de, and no valid-2.en; "
-     "line i of valid-2.de must translate line i of valid-2.en"),
+    ("valid-2.de", "a\n", "--dataset {} --src de --tgt en: it has valid-2.de, and no valid-2.en"),
 ]  # fmt: skip
 ALONE = [
-    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: the columns of its first rows are "
-     "eo, en, and none has both de and en; --src and --tgt name them"),
-    ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
+    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, NO_TEXT + "eo, en; --src and --tgt name the "),
+    ("a.jsonl", "\n \n", NO_TEXT + "no columns; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW + '{"de": 0, "en": "five"}\n', "--dataset {}: row 2 of train: de is 0, and "),
-    ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de has "
-     "'\\ud83d', half of a letter"),
-    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3: "),
-    ("a.jsonl", '["x"]\n5\n', "--dataset {}: a row is 5, and not columns by name; "
-     '{{"de": "...", "en": "..."}} works'),
-    ("a.jsonl", '{"de": "x"}\n{"en": "y"}\n', "--dataset {}: the columns of its first rows are "
-     "de, en, and none has both de and en"),
-    ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1: Expecting property name "
-     "enclosed in double quotes at column 2 (char 1); a row per line works)"),
-    ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "invalid start byte in line "
-     "1: byte 0xff); text in UTF-8 works, which `iconv -f utf-16 -t utf-8` makes of UTF-16"),
+    ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de is "
+     "'\\ud83d x', and not text in quotes, of whole letters"),
+    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3, column 13: "),
+    ("a.jsonl", '["x"]\n5\n', NO_TEXT + "no columns; "),
+    ("a.jsonl", '{"de": "x"}\n{"en": "y"}\n', NO_TEXT + "de, en; "),
+    ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1, column 2: Expecting "
+     "property name enclosed in double quotes; a row per line works)"),
+    ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "ff in position 0: invalid start byte in line "
+     "1; text in UTF-8 works)"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
-     "sides, and a run of 1 rank needs 1 or more; more text works"),
+     "sides, and a run of 1 rank needs 1 or more; more text, or a larger --n_validation, works"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
-    ("a.csv", "de,en\n" + "a,b\n" * 3 + "ä,b\n", NOT_UTF8 + "invalid continuation byte in line 5"),
     ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
      "line 3: ',' expected after '\"'"),
     ("a.csv", 'de,en\na,b\nc,"d\nB,y\n', UNREADABLE + "ValueError: the row that begins in line 3: "
@@ -528,11 +534,11 @@ ALONE = [
      "line 3: 3 cells, and the first line has 2"),
     ("a.tsv", "de\ten\na\tb\tc\n", UNREADABLE + "ValueError: the row that begins in line 2: "
      "3 cells"),
-    ("a.txt", "vierfünf", NOT_UTF8),
-    ("a.txt", " ", "--dataset {}: it has no text to learn"),
+    ("a.tsv", "de\ten\na\rb\tc\n", UNREADABLE + "ValueError: the row that begins in line 2: "
+     "new-line character"),
     ("a.parquet", "PAR", UNREADABLE + "ArrowInvalid"),
-    ("a.pdf", "no text", "--dataset {}: it has neither train.de and train.en, nor a "
-     "file that ends in .txt, .jsonl"),
+    ("a.pdf", "no text", "--dataset {}: text is read from train.de and train.en (see --src and "
+     "--tgt), or from files of one kind, .txt, .jsonl, "),
 ]  # fmt: skip
 
 
@@ -553,28 +559,15 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ("train.en train.fr", "it has train.en and train.fr, and no train.de; --src fr --tgt en "),
-        ("train.de train.it", "it has train.de and train.it, and no train.en; --src de --tgt it "),
-        (
-            "train.es train.it",
-            "it has train.es and train.it, and no train.de or train.en; --src es --tgt it works",
-        ),
-        ("train.de", "it has train.de, and no train.en; line i of train.de must translate line i "),
+        ("train.en train.fr", "it has train.en, and no train.de, in which line i translates its"),
+        ("train.de train.it", "it has train.de, and no train.en, in which line i translates its"),
+        ("train.es train.it", "text is read from train.de and train.en (see --src and --tgt), or "),
         (
             "test.jsonl dev.jsonl",
             "it has no train split, but validation and test; text in a split ",
         ),
-        ("val.txt", "it has no train split, but validation; text in a split named train works"),
-        ("a.jsonl b.txt", "it has files of 2 kinds, as a.jsonl and b.txt, and text is read from "),
-        (
-            ".hidden/a.txt LICENSE.txt",
-            "nor a file that ends in .txt, .jsonl, .json, .parquet, .csv or .tsv; "
-            ".hidden/a.txt is left out: it is empty, hidden, or about the data by its name",
-        ),
-        (
-            "more/train.de more/train.en",
-            "; more/train.de is in a folder of its own, which --dataset ",
-        ),
+        ("a.jsonl b.txt", ".csv or .tsv; here are .jsonl and .txt"),
+        (".hidden/a.txt LICENSE.txt more/train.de", ".csv or .tsv; here is no such file"),
     ],
 )
 def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
@@ -635,9 +628,6 @@ def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
         (ConnectionError("Couldn't reach\n 'a/b' on the Hub"),
          "--dataset a/b (on the hub): it cannot be read (ConnectionError: Couldn't reach 'a/b' on "
          f"the Hub){NO_NETWORK}"),
-        (PermissionError(13, "Permission denied", "/root/.cache/x"),
-         "--dataset a/b (on the hub): what is downloaded cannot be written (/root/.cache/x: "
-         "Permission denied); HF_HOME=FOLDER in the environment puts it elsewhere"),
     ],
 )  # fmt: skip
 def test_why_the_hub_gives_nothing(hub: Callable[..., Mock], error: Exception, said: str) -> None:

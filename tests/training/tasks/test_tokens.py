@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ from tests.equivalence.problems import POSITIONS, Held, Sentences
 from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
+from training.options import Options
 from training.tasks.sequences import SequenceTask
 from training.tasks.task import Step
-from training.tasks.text_files import pieces
-from training.tasks.texts import SPLITS, Texts, hash_of, made_once
+from training.tasks.text_files import Source, pieces
+from training.tasks.texts import SPLITS, Texts, made_once
 from training.tasks.tokens import (
     Encoded,
     Stream,
@@ -31,6 +33,7 @@ from training.tasks.tokens import (
     get_tokenizer,
     ids_of,
     load_tokenizer,
+    tokenizer_files,
     tokens_of,
     write_tokens,
 )
@@ -43,8 +46,10 @@ PAIRS = [
 ]
 
 
-def texts_of(splits: Mapping[str, Any]) -> Texts:
-    return Texts(splits, {split: hash_of(examples) for split, examples in splits.items()})
+def texts_of(splits: Mapping[str, Any], src: str = "de", tgt: str = "en") -> Texts:
+    """As if they were read from files."""
+    rows = {split: partial(iter, pairs) for split, pairs in splits.items()}
+    return Texts("own", Source(rows, splits), (src, tgt), dict.fromkeys(SPLITS))
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +122,11 @@ def test_a_tokenizer_learns_from_some_of_a_large_text(
 ) -> None:
     monkeypatch.setattr("training.tasks.tokens.FOR_BPE", 4)
     assert [list(evenly(range(n), n)) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
+    args = parse(f"train single {TINY} --workdir {tmp_path}")
     often, never = (dict.fromkeys(("de", "en"), f"{word} " * 3) for word in ("ja", "zz"))
-    learnt = get_tokenizer([often, never, often, never, often], 270, "de", "en", tmp_path)
-    assert [len(learnt(word)["input_ids"]) for word in ("ja", "zz")] == [1, 2]
+    train = [often, never, often, never, often]
+    task = TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, train)))
+    assert [len(task.tokenizer(word)["input_ids"]) for word in ("ja", "zz")] == [1, 2]
 
 
 # Files of tokens
@@ -153,11 +160,12 @@ def test_tokens_are_read_from_two_files(tmp_path: Path) -> None:
     assert [list(of) for of in stream.sizes([2, 0])] == [[3, 4], [2, 3]]
     expected = [([5, 6, 7, 8], 1, 0), ([8, 60000, 9, 10], 1, 1), ([10, 11, 12], 1, 2)]
     assert rows(stream) == expected
-    stream.most = 1
-    assert rows(stream) == expected[:1]
-    assert rows(Stream(path, np.uint16, 2, range(3, 8))) == [
+    assert rows(Stream(path, np.uint16, 2).of(range(3, 8))) == [
         ([8, 60000, 9], 1, 0), ([9, 10, 11], 1, 1),
     ]  # fmt: skip
+    part = pairs.of(range(1, 3))
+    assert rows(part) == [([8, 60000], 1, 0), ([9, 10, 11, 12], 1, 1)]
+    assert [list(of) for of in part.sizes([1])] == [[4], [3]]
     assert rows(Stream(path, np.uint16, 4)) == [
         ([5, 6, 7, 8, 60000], 1, 0), ([60000, 9, 10, 11, 12], 1, 1),
     ]  # fmt: skip
@@ -178,13 +186,13 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
         tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
         encoded = (tokens_of([""], tokenizer)[0], np.ones(2, np.int64))
         task: Any = SimpleNamespace(
-            tokenizer=range(size), texts=texts_of({"train": PAIRS}), _fingerprints={}, files={},
-            encoded=lambda _, some=encoded: [some],
-            _made_from=lambda *_, name=str(size): tmp_path / name,
+            tokenizer=range(size), texts=texts_of({"train": PAIRS}), files={}, notes=[],
+            encoded=lambda _, some=encoded: [some], tokens_class=Tokens,
+            args=Options(workdir=tmp_path / str(size), model_max_length=9),
         )  # fmt: skip
-        folder, found = SequenceTask._tokens(task, World())
-        assert found is dtype
-        assert rows(Tokens(folder / "train", found, 9)) == [([size - 1, 0], 1, 0)]
+        found = SequenceTask._tokens(task, World())["train"]
+        assert found.dtype == dtype
+        assert rows(found) == [([size - 1, 0], 1, 0)]
 
 
 def test_long_pairs_are_counted_some_at_a_time(
@@ -195,6 +203,11 @@ def test_long_pairs_are_counted_some_at_a_time(
     write_tokens(tmp_path / "a", [(np.arange(sizes.sum()), sizes)], np.int32)
     counts = [Tokens(tmp_path / "a", np.int32, most).num_cut() for most in (9, 8, 2, 1)]
     assert counts == [0, 1, 3, 4]
+    assert Tokens(tmp_path / "a", np.int32, 1).of(range(2, 6)).num_cut() == 2
+
+
+def filled(folder: Path, *lists: Any) -> None:
+    write_tokens(folder / "a", lists, np.uint16)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(13, 24), (1, 20)], ids=["ids", "bounds"])
@@ -203,8 +216,8 @@ def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) ->
     one = np.arange(tokens), np.array([1, tokens - 1])
     said = r"/name: cannot be written .File too large"
     with full_disk(room), pytest.raises(RunError, match=said):
-        made_once(tmp_path / "name", lambda new: write_tokens(new / "a", [one], np.uint16))
-    assert not tmp_path.exists()
+        made_once(tmp_path / "name", lambda new: filled(new, one))
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_content_is_on_disk_before_the_name(
@@ -217,7 +230,7 @@ def test_the_content_is_on_disk_before_the_name(
 
     monkeypatch.setattr("os.fsync", sync)
     one = np.array([5, 6, 7]), np.array([2, 1])
-    made_once(tmp_path / "name", lambda new: write_tokens(new / "a", [one], np.uint16))
+    made_once(tmp_path / "name", lambda new: filled(new, one))
     assert synced == [(6, False), (24, False)]
     assert rows(Tokens(tmp_path / "name" / "a", np.uint16, 9)) == [([5, 6, 7], 2, 0)]
 
@@ -251,8 +264,9 @@ def test_a_second_start_takes_what_the_first_has_made_of_the_same(
         made.clear()
         (tmp_path / workdir).mkdir(exist_ok=True)
         line = f"train single {TINY} --workdir {tmp_path / workdir} --model_max_length 60 {more}"
-        texts = texts_of(dict.fromkeys(SPLITS, PAIRS) | splits)
-        return TranslationTask(parse(line), World(), texts, files)
+        args = parse(line)
+        texts = texts_of(dict.fromkeys(SPLITS, PAIRS) | splits, args.src, args.tgt)
+        return TranslationTask(args, World(), texts, files)
 
     files = None
     first = start("a")
@@ -262,11 +276,10 @@ def test_a_second_start_takes_what_the_first_has_made_of_the_same(
     option, value, expected = CHANGES.get(what, ("", "", []))
     other = {what: PAIRS[1:]} if what in SPLITS else {}
     if what in SPLITS:
-        expected = [*SPLITS] if what == "validation" else ["tokenizer", *SPLITS]
+        expected = ["tokenizer", *SPLITS]
     if what == "files of a tokenizer":  # of a checkpoint
         get_tokenizer(PAIRS[1:], 280, "de", "en", tmp_path)
-        names = ("tokenizer.json", "tokenizer_config.json")
-        files = {name: (tmp_path / name).read_bytes() for name in names} | {"config.json": b""}
+        files = tokenizer_files(tmp_path)
         expected = [*SPLITS]
     again = start("a", f"{option} {value}", **other)
     assert made == expected
@@ -305,11 +318,11 @@ def test_pairs_that_are_cut_and_sizes_that_are_not_reached_are_said(tmp_path: Pa
     ]
     long = sum(length > 21 for length in lengths)
     assert 0 < long < 3 and lengths[0] <= 21
-    assert task.texts.notes == [
+    assert task.notes == [
         f"train: {2 * long} of 6 pairs cut to --model_max_length 20 tokens.",
         f"test: {long} of 3 pairs cut to --model_max_length 20 tokens.",
     ]
-    assert task.describe().splitlines()[2:] == task.texts.notes
+    assert task.describe().splitlines()[2:] == task.notes
 
 
 def test_a_long_text_has_the_same_tokens_in_pieces(
