@@ -82,14 +82,13 @@ class Verdict:
     @property
     def worst(self) -> Difference:
         """The largest difference relative to rounding; a placeholder if nothing was compared."""
-        return self.differences[0] if self.differences else Difference("nothing", 0.0, 0.0, 0.0)
+        return self.differences[0] if self.differences else Difference("nothing", 0.0, math.inf, 0)
 
     @property
     def agrees(self) -> bool:
         """Whether something was compared, nothing is missing, and rounding explains all
         differences."""
-        fine = self.worst.times_rounding <= FACTOR
-        return bool(self.differences) and not self.missing and fine
+        return self.worst.times_rounding <= FACTOR and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
         """For summary.json."""
@@ -98,19 +97,16 @@ class Verdict:
     def say(self) -> str:
         """The verdict in words, with the worst differences beyond the limit."""
         largest = max(self.differences, key=lambda d: d.largest, default=self.worst)
-        lines = [
+        beyond = [d for d in self.differences[:5] if d.times_rounding > FACTOR]
+        return "\n".join([
             f"{self.what}: {'agree' if self.agrees else 'DISAGREE'} with one process",
             f"  largest difference {largest.largest:.1e} ({largest.name})",
             f"  largest error relative to expected rounding: {self.worst.times_rounding:.1f}x "
             f"(limit {FACTOR:g}x, {self.worst.name})",
-        ]
-        if self.missing:
-            lines.append(f"  missing: {', '.join(self.missing)}")
-        for d in self.differences[:5]:
-            if d.times_rounding > FACTOR:
-                times = f"{d.times_rounding:,.0f}x the expected rounding"
-                lines.append(f"  {d.name}: off by {d.largest:.1e}, {times}")
-        return "\n".join(lines)
+            *(f"  missing: {name}" for name in self.missing),
+            *(f"  {d.name}: off by {d.largest:.1e}, {d.times_rounding:,.0f}x the expected rounding"
+              for d in beyond),
+        ])  # fmt: skip
 
 
 def verdict_of(
@@ -212,19 +208,18 @@ class Plain:
             pass
 
     def _mean_loss(self, step: Step) -> Tensor:
-        """The mean loss of the whole batch; NaN without targets."""
+        """The mean loss of the whole batch, summed in fp32 at least; NaN without targets."""
         with self.context():
             output: Any = self._output(step.inputs[0])
-            if isinstance(output, Tensor):
-                return plain_loss(output, step.targets[0]) / step.count
-            logits, balance = output  # of a model with experts
-            balance = self.args.balance_coefficient * balance
-            return (plain_loss(logits, step.targets[0]) + balance) / step.count
+            # A model with experts has a balance loss, too.
+            logits, balance = (output, 0.0) if isinstance(output, Tensor) else output
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = F.cross_entropy(logits, step.targets[0], reduction="sum")
+            return (loss + self.args.balance_coefficient * balance) / step.count
 
-    def _output(self, x: Any) -> Tensor:
+    def _output(self, x: Any) -> Any:
         """[N, V] at the N targets of sequences, or [B, classes] of pictures."""
-        output: Tensor = self.layers(x.to(self.dtype) if isinstance(x, Tensor) else x)
-        return output
+        return self.layers(x.to(self.dtype) if isinstance(x, Tensor) else x)
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights, by name."""
@@ -236,12 +231,6 @@ class Plain:
         self.layers.eval()
         with self.context():
             return {name: self._output(x) for name, x in inputs.items()}
-
-
-def plain_loss(output: Tensor, labels: Tensor) -> Tensor:
-    """The summed cross-entropy, in fp32 at least."""
-    output = output.to(torch.promote_types(output.dtype, torch.float32))
-    return F.cross_entropy(output, labels, reduction="sum")
 
 
 def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> list[Tensor]:

@@ -351,13 +351,17 @@ class Checkpoint:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint in `folder`, or None; and why each newer one was refused."""
+    """The newest intact checkpoint in `folder`, or None if there is none; and why each newer one
+    was refused. Raises CheckpointError if all are damaged."""
     refused: list[str] = []
     for name in reversed(names(folder)):
         try:
             return open_checkpoint(folder / name), refused
         except CheckpointError as error:
             refused.append(str(error))
+    if refused:
+        anew = "a run without --resume starts from scratch"
+        raise CheckpointError(f"every checkpoint is damaged ({'; '.join(refused)}); {anew}")
     return None, refused
 
 

@@ -111,11 +111,6 @@ def find_resume(args: Options) -> Resume:
         return NO_RESUME
     folder = args.workdir / CHECKPOINTS
     checkpoint, refused = newest(folder)
-    if checkpoint is None and refused:
-        raise UserError(
-            f"--resume: every checkpoint in {folder} is damaged ({'; '.join(refused)}); "
-            "without --resume the run starts from scratch"
-        )
     if checkpoint is None:
         return Resume(None, (f"--resume: {folder} has no checkpoint; starting afresh, as typed.",))
     name, state = checkpoint.folder.name, checkpoint.state
@@ -230,6 +225,6 @@ class Saving:
             "steps_per_epoch": self.task.steps_per_epoch,
             "cut": model.cut,
         }
-        files = self.task.files if world.is_main else {}
-        self.saver.save(f"epoch{epoch}-step{totals.steps}", training_state(model), state, files)
+        label = f"epoch{epoch}-step{totals.steps}"
+        self.saver.save(label, training_state(model), state, self.task.files)
         self.saved = steps

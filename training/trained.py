@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from training.checkpoint import METADATA, Checkpoint, names, newest, open_checkpoint, weights_of
+from training.checkpoint import METADATA, Checkpoint, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, OPTIONS, writing
 
 from .launch.errors import UserError
@@ -38,16 +38,13 @@ def load_trained(
         UserError: there is no such thing, or it is damaged.
     """
     folder = Path(name)
-    checkpoints = folder if names(folder) else folder / CHECKPOINTS
     if (folder / METADATA).is_file():
         model, tokenizer = _of_checkpoint(open_checkpoint(folder))
-    elif checkpoints.is_dir() or (folder / OPTIONS).is_file():
-        checkpoint, refused = newest(checkpoints)
+    elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
+        checkpoint, _ = newest(folder / CHECKPOINTS)
         if checkpoint is None:
-            why = "this run has no checkpoint yet"
-            if refused:
-                why = f"every checkpoint of this run is damaged ({'; '.join(refused)})"
-            raise UserError(f"{name}: {why}; there is one after every epoch, or --save_every steps")
+            when = "there is one after every epoch, or --save_every steps"
+            raise UserError(f"{name}: this run has no checkpoint yet; {when}")
         model, tokenizer = _of_checkpoint(checkpoint)
     else:
         model, tokenizer = _of_transformers(name)
