@@ -121,7 +121,7 @@ submit_figures/explore.png: project/page/* | $(VENV)/.installed
 	mkdir -p workdir_figures
 	$(RUN) project/report.py --explore --output workdir_figures/explore.html
 	$(BROWSER) --headless --no-sandbox --hide-scrollbars --window-size=1100,780 --screenshot=$@ \
-	  "file://$(CURDIR)/workdir_figures/explore.html#puzzle=Beat+1F1B"
+	  "file://$(CURDIR)/workdir_figures/explore.html#start=Beat+1F1B"
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

@@ -30,7 +30,6 @@ from runtime.axes import AXES
 from training.options import count
 
 WORKDIR = Path("workdir")
-MOST_RANKS, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
 FORMATS = (".png", ".pdf", ".svg")
 FIGURES = {
     "training_time": "seconds of an epoch of runs, beside the ideal",
@@ -66,16 +65,7 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
            help="ranks; each has one stage, two where they stand in a V (4)")  # fmt: skip
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="(8)")
     option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved (2)")
-    args = parser.parse_args(argv)
-    if args.figure == "schedule":
-        n, m = args.num_devices, args.num_microbatches
-        if n > MOST_RANKS or n * m > MOST_CELLS:
-            parser.error(
-                f"--num_devices {n} --num_microbatches {m}: a picture has room for {MOST_RANKS} "
-                f"ranks, and for {MOST_CELLS} micro-batches over all ranks; --num_devices 4 "
-                "--num_microbatches 8 works"
-            )
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -96,9 +86,9 @@ YLABELS = {
     "tokens_per_sec": "tokens per second, with padding",
     "throughput": "examples per second",
 }
-ALIKE = (  # options that must be the same in all runs of a figure
+ALIKE = (  # what runs have in common whose times compare
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
-    "n_train",
+    "n_train", "num_devices",
 )  # fmt: skip
 FACTS = (  # of the line below a picture
     "model", "strategy", "world_size", *(axis for axis in AXES if axis != "dp"), "num_devices",
@@ -140,49 +130,32 @@ def plot_results(
     return plot(means, stds, list(metrics_data), fig_name, ylabel)
 
 
-def describe(run: Run) -> str:
-    """What was trained and how, in a line: options that are not 1."""
-    used = {name: run.summary.get(name) for name in FACTS}
-    return ", ".join(f"{name} {value}" for name, value in used.items() if value not in (None, 1))
-
-
-def check_alike(runs: Sequence[Run]) -> None:
-    """Raises UserError if runs trained different models, in different precision, or on different
-    data."""
-    for name in ALIKE:
-        given = [(run.summary.get(name), run.folder) for run in runs]
-        folders = {str(value): folder for value, folder in given if value is not None}
-        if len(folders) > 1:
-            said = ", ".join(f"{folder} {value}" for value, folder in folders.items())
-            raise UserError(f"only runs of the same {name} compare, and these differ: {said}")
+def describe(*runs: Run) -> str:
+    """What was trained and how, in a line: the options that all runs share and that are not 1."""
+    shared = {name: {run.summary.get(name) for run in runs} for name in FACTS}
+    return ", ".join(
+        f"{name} {value}"
+        for name, (value, *others) in shared.items()
+        if not others and value not in (None, 1)
+    )
 
 
 def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
     with the most. Raises UserError if there is none, with the command that makes it."""
     strategy, _, ranks = word.partition("=")
-    numbered = [name for name, row in STRATEGIES.items() if row.axis]
-    if strategy not in numbered or not (ranks.isdecimal() or word == strategy):
-        if word and Path(word).is_dir():
-            return Run(Path(word))
+    if strategy not in STRATEGIES:
+        return Run(Path(word))
+    folders = [path.parent for path in root.glob(f"{strategy}{ranks or '*'}/{SUMMARY}")]
+    made = {int(n): f for f in folders if (n := f.name.removeprefix(strategy)).isdecimal()}
+    if not made:
+        size = f" --world_size {ranks}" if ranks else ""
+        into = "" if root == WORKDIR else f" --workdir {shlex.quote(f'{root}/{strategy}{ranks}')}"
         raise UserError(
-            f"{word}: it must be the workdir of a run, or a strategy ({', '.join(numbered)}), "
-            "also with its number of processes, as ddp=2"
+            f"no finished run in {root}/{strategy}{ranks or 'N'}; make it with: python "
+            f"project/train.py {strategy}{size} --num_batches 9 --timeline 8{into}"
         )
-    names = [path.parent.name for path in root.glob(f"{strategy}*/{SUMMARY}")]
-    numbers = [name.removeprefix(strategy) for name in names]
-    made = [int(number) for number in numbers if number.isdecimal()]
-    usual = STRATEGIES[strategy].usual.get("world_size", 2)
-    n = int(ranks or max(made, default=usual))
-    folder = root / f"{strategy}{n}"
-    if n not in made:
-        model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
-        size = "" if usual == 1 else f" --world_size {n}"
-        raise UserError(
-            f"no finished run in {folder}; make it with: python project/train.py {strategy}{size}"
-            f"{model} --num_batches 9 --timeline 8 --workdir {shlex.quote(str(folder))}"
-        )
-    return Run(folder)
+    return Run(made[max(made)])
 
 
 def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
@@ -198,6 +171,13 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(path, bars, title, "a step (ms)", foot)
 
 
+def comparable(run: Run, other: Run) -> bool:
+    """Whether two runs did the same work in the same way, but for the ranks, or the schedule of
+    stages in threads."""
+    threads = run.summary.get("num_devices")
+    return run.same(other, *ALIKE) and bool(threads or run.same(other, "strategy"))
+
+
 def ideal_speed(run: Run) -> float:
     """How often a run could be as fast as one worker. With m micro-batches a pipeline of n stages
     takes m+n-1 clocks, where one stage at a time takes n*m."""
@@ -209,15 +189,15 @@ def ideal_speed(run: Run) -> float:
 
 
 def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
-    """Draws the time or the throughput of runs. Those of one strategy are compared with the slowest
-    by `ideal_speed`, such as that of one process: the speed-up is in the bar. The ideal is beside
-    it, unless epochs ran with another number of cores for each process, or other batches."""
+    """Draws the time or the throughput of runs. Those that are `comparable` are compared with the
+    slowest by `ideal_speed`, such as that of one process: the speed-up is in the bar. The ideal is
+    beside it, unless epochs ran with another number of cores for each process, or other batches."""
     power = -1 if metric == "training_time" else 1  # of a time, less is better
     bars, said = list[Bar](), []
     for run in runs:
         mean, std = run.speed_in(metric)
         said.append(f"{run.name} {readable(mean)}")
-        alike = [other for other in runs if other.same(run, "strategy")]
+        alike = [other for other in runs if comparable(run, other)]
         base = min(alike, key=ideal_speed)
         if run is base:
             role = "baseline" if len(alike) > 1 else "measured"
@@ -226,10 +206,10 @@ def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
         before, _ = base.speed_in(metric)
         shown = {run.name: (mean, std)}
         if metric == "training_time" and len(run.epochs[0]) > 1:
-            ranks = zip(*(run.epochs[1:] or run.epochs), strict=True)
+            ranks = enumerate(zip(*(run.epochs[1:] or run.epochs), strict=True))
             shown = {
                 f"{run.name}, rank {r}": mean_and_std([epoch[metric] for epoch in epochs])
-                for r, epochs in enumerate(ranks)
+                for r, epochs in ranks
             }
         for label, (value, spread) in shown.items():
             faster = f"{(value / before) ** power:.2f}x"
@@ -238,7 +218,7 @@ def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
             ideal = ideal_speed(run) / ideal_speed(base)
             bars.append(Bar("ideal", {"ideal": before * ideal**power}, inside=f"{ideal:.3g}x"))
     title = f"{YLABELS[metric]}: {', '.join(said)}"
-    return draw_bars(path, bars, title, YLABELS[metric], describe(runs[-1]))
+    return draw_bars(path, bars, title, YLABELS[metric], describe(*runs))
 
 
 def plot_memory(runs: Sequence[Run], path: Path) -> Path:
@@ -262,28 +242,25 @@ def draw_figure(args: argparse.Namespace) -> Path:
     """Draws what the command line asks for; returns the path."""
     name = args.figure
 
-    def path(folder: Path, stem: str) -> Path:
+    def path(folder: Path, stem: str = name) -> Path:
         output = args.output or folder
         return output if output.suffix in FORMATS else output / f"{stem}.png"
 
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks
-        picture = path(WORKDIR, f"schedule_{args.schedule}")
-        return plot_schedule(args.schedule, *sizes, picture)
+        return plot_schedule(args.schedule, *sizes, path(WORKDIR, f"schedule_{args.schedule}"))
     runs = [run_of(word, args.workdir) for word in ",".join(args.runs).split(",")]
     first = runs[0].folder
     if name == "training":
         picture = path(first, "losses" if len(runs) > 1 else "training")
-        return plot_training(picture, [run.folder for run in runs], describe(runs[-1]))
+        return plot_training(picture, [run.folder for run in runs], describe(*runs))
     if name == "timeline":
         (run,) = runs
         step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
         return draw_step(path(first, f"timeline_{run.name}"), step, "ideal", describe(run))
-    check_alike(runs)
-    picture = path(first, name)
     if name in YLABELS:
-        return plot_speed(runs, picture, name)
-    return plot_memory(runs, picture) if name == "memory" else plot_split_time(runs, picture)
+        return plot_speed(runs, path(first), name)
+    return (plot_memory if name == "memory" else plot_split_time)(runs, path(first))
 
 
 def main() -> None:

@@ -4,17 +4,17 @@
     python project/report.py workdir_ddp workdir_3d --machine machine.yaml --output both.html
     python project/report.py --explore                          writes explore.html, of no run
 
-Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, sliders
-that simulate it again with more micro-batches, another schedule, or another cut, every idle gap
-explained, memory per rank, and whether its weights are those of one process (--check_weights). Of
-all runs: losses, speed, and the error of the planner, if --machine says on what they ran: a name, a
-file, or `this` for this computer.
+Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, every
+idle gap explained, memory per rank, and whether its weights are those of one process
+(--check_weights). Of all runs: losses, speed, and the error of the planner, if --machine says on
+what they ran: a name, a file, or `this` for this computer.
 
-The page needs no network, and no JavaScript but for the sliders. Every number in it comes from the
-files of the runs.
+A step of a pipeline can be taken apart: with more micro-batches, under another schedule, or with an
+action moved to another place of its list, and what that breaks or costs. The page of --explore is
+to learn with: the same of no run, with the textbook's formulas and puzzles.
 
-The page of --explore is to learn with: any schedule, its step and why ranks wait; an action that is
-moved to another place of its list, and what that breaks or costs; puzzles.
+A page needs no network, and JavaScript only for the step to take apart. Every number of a run comes
+from its files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,20 +38,19 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from pipeline.schedules.catalogue import SCHEDULES, find
-from pipeline.schedules.schedule import Kind
+from pipeline.schedules.schedule import Action, Kind
 from planning import describe
 from planning.cost import GIB, PricedStep
 from project.command_line import Parser
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import draw_curves, read_json
 from project.figures.gantt import draw_step
-from project.figures.pages import PAGE, explore, fill_template, scripts
-from project.figures.runs import Run, speed_up
+from project.figures.pages import PAGE, fill_template, stepper
+from project.figures.runs import Run, actions_of, duration
 from project.figures.style import with_error
 from project.plan import machine_named
 from project.plot import describe as in_words
-from runtime.axes import place_of, ranks_of, sizes
+from runtime.axes import place_of
 from training.files import METRICS, OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
@@ -131,14 +129,6 @@ class Reported(Run):
         """Positions of a step, padding included, on all ranks."""
         return fmean(line["tokens_per_sec"] * line["seconds"] for line in self.steps)
 
-    @cached_property
-    def shape(self) -> dict[str, int]:
-        """Ranks, or stages in threads, on each axis."""
-        used = self.summary
-        if used.get("num_devices"):
-            return sizes(pp=used["num_devices"])
-        return ranks_of(used)
-
     @property
     def seconds(self) -> float:
         """The seconds of a step: the median of all but the first."""
@@ -201,40 +191,31 @@ class Reported(Run):
         assert step is not None
         return inline(lambda path: draw_step(path, step, "predicted"))
 
-    def sliders(self) -> dict[str, Any] | None:
-        """What page/page.js simulates, from measured seconds; None without stages."""
+    @cached_property
+    def start(self) -> dict[str, Any] | None:
+        """With which settings page/explore.js begins, and measured milliseconds of a micro-batch
+        on each rank; None without stages."""
         step = self.step
         if step is None or len(step.ranks) == 1:
             return None
-        n, m, own = 1 + max(step.ranks), micro_batches(step.events), self.summary["schedule"]
-        sizes = list(range(m % n or n, max(6 * n, m) + 1, n))
-        lists = {}
-        for name in SCHEDULES:
-            chunks = step.seconds.chunks if name == own else None
-            with suppress(ValueError):  # e.g. no multiple of the ranks
-                lists[name] = {size: find(name, chunks)(n, size) for size in sizes}
+        n, work, whole = 1 + max(step.ranks), step.work, Kind.BACKWARD
+        stages = [[s for s, rank in enumerate(step.ranks) if rank == r] for r in range(n)]
 
-        def of_ranks(values: Iterable[float]) -> list[float]:
-            sums = [0.0] * n
-            for rank, value in zip(step.ranks, values, strict=True):
-                sums[rank] += value
-            return sums
+        def seconds(kind: Kind, s: int) -> float:
+            return work.seconds(Action(kind, s, 0)) or work.seconds(Action(whole, s, 0)) / 2
 
-        def halves(kind: Kind) -> list[float]:
-            wholes = taken.actions[Kind.BACKWARD]
-            return [x or y / 2 for x, y in zip(taken.actions[kind], wholes, strict=True)]
-
-        taken = step.seconds
-        batch = {
-            "F": taken.actions[Kind.FORWARD], "I": halves(Kind.BACKWARD_INPUT),
-            "W": halves(Kind.BACKWARD_WEIGHT), "R": taken.recompute,
-        }  # fmt: skip
+        times = {
+            kind.value: [1e3 * sum(seconds(kind, s) for s in own) for own in stages]
+            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        }
+        times["R"] = [1e3 * sum(map(work.recompute, own)) for own in stages]
+        taken = 1e3 * duration(actions_of(step.events))
         return {
-            "lists": lists, "sizes": sizes, "m": m, "schedule": own,
-            "layers": of_ranks(self.summary["stage_sizes"]),
-            "batch": {kind: [m * x for x in of_ranks(each)] for kind, each in batch.items()},
-            "transfer": taken.transfer, "exchange": taken.exchange, "update": taken.update,
-            "measured": step.measured, "bubble": step.bubble,
+            "name": self.name, "schedule": self.summary["schedule"], "ranks": n,
+            "m": micro_batches(step.events), "chunks": max(2, len(step.ranks) // n), "message": 1,
+            "times": times, "messages": 1e3 * work.transfer(Action(Kind.FORWARD, 0, 0)),
+            "text": f"Step {step.step + 1} of this run took {taken:.1f} ms from the first action "
+            f"to the last, and ranks were idle {step.bubble:.1%} of it.",
         }  # fmt: skip
 
 
@@ -254,29 +235,19 @@ def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[
 
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """Compares the gradients that runs left of their first step (--pytest): the largest difference
-    between the ranks of each, and from the first run, and the parameter where it is. Raises
-    UserError if they are of different models."""
+    between the ranks of each, and from the first run, and the parameter where it is."""
     rows: list[dict[str, Any]] = []
     first: dict[str, Tensor] = {}
     for run in runs:
         paths = sorted((run.folder / "tests").glob("model*_gradients.pth"))
-        if not paths:
-            continue
-        ranks = [torch.load(path, weights_only=True) for path in paths]
-        first = first or ranks[0]
-        for path, rank in zip(paths, ranks, strict=True):
-            if {n: g.shape for n, g in rank.items()} != {n: g.shape for n, g in first.items()}:
-                raise UserError(
-                    f"{path}: its gradients are of another model than the first run's; runs of one "
-                    "model can be compared"
-                )
-        between, _ = max(furthest(rank, ranks[0]) for rank in ranks)
-        difference, worst = furthest(ranks[0], first)
-        largest = max(float(g.abs().max()) for g in first.values())
-        rows.append({
-            "name": run.name, "ranks": len(ranks), "between": between, "apart": difference,
-            "worst": worst, "largest": largest,
-        })  # fmt: skip
+        if ranks := [torch.load(path, weights_only=True) for path in paths]:
+            first = first or ranks[0]
+            difference, worst = furthest(ranks[0], first)
+            rows.append({
+                "name": run.name, "ranks": len(ranks), "apart": difference, "worst": worst,
+                "between": max(furthest(rank, ranks[0])[0] for rank in ranks),
+                "largest": max(float(g.abs().max()) for g in first.values()),
+            })  # fmt: skip
     return rows
 
 
@@ -297,8 +268,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
         apart=apart,
         losses=inline(lambda path: draw_curves(path, panels, "", foot, "step")) if finished else "",
-        speed_up=speed_up,
-        scripts=scripts("simulate", "page"),
+        **stepper([run.start for run in finished if run.start]),
     )
 
 
@@ -324,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     if args.explore:
-        text, output = explore(), args.output or Path("explore.html")
+        text = fill_template(PAGE / "explore.html", **stepper())
+        output = args.output or Path("explore.html")
     else:
         text = render(reported(args.runs, machine), args.template)
         output = args.output or args.runs[0] / "report.html"

@@ -2,9 +2,9 @@
 
 The prediction takes the seconds of every action from the planner, or else from the run itself: the
 median of each kind and stage. So a difference is either the planner's error, or what one step, or
-one replica, had more than others. The gaps between a worker's actions are explained by the gaps
-of the prediction. The rest is, at the end of a step, the wait for ranks that took longer than
-predicted, and otherwise `other`: the machine, other programs, uneven batches.
+one replica, had more than others. A gap between a worker's actions has the cause of the predicted
+gap in its place. If there is none it was `not predicted`: the machine, other programs, uneven
+batches.
 
 The ideal is the same schedule without messages, each action as long as the mean of its kind. Its
 idle time is the schedule's own; any more comes from the cut, the batches and the machine.
@@ -13,46 +13,23 @@ idle time is the schedule's own; any more comes from the cut, the batches and th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median
-from typing import NamedTuple
+from statistics import fmean, median, median_low
 
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Action, Kind, dependencies, ended_with
-from planning.simulate import CAUSES, EXCHANGE, Gap, Simulation, Simulator, Work
-from runtime.axes import place_of, ranks_of, sizes
+from planning.simulate import Gap, Simulation, Simulator, Work
+from runtime.axes import place_of
 from training.launch.errors import UserError
 from training.timeline import Event
 
 from .runs import Run, Workers, actions_of, bubbles, duration, in_step, spent, steps_of
 
-REPLICAS, OTHER = "slower ranks", "other"
+NOT_PREDICTED = "not predicted"
 # Of a worker: its actions in order, with start and end.
 ActionTimes = dict[Action, tuple[float, float]]
-
-
-class StepSeconds(NamedTuple):
-    """What a run's step takes, measured: the medians of its recorded steps, in seconds."""
-
-    actions: dict[Kind, list[float]]  # per stage, of a micro-batch
-    recompute: list[float]  # per stage, of a micro-batch, outside its backward
-    transfer: float  # of a message between two stages
-    exchange: float  # of a rank's gradients: from the last action of any worker to the first update
-    update: float
-    chunks: int  # stages of a rank
-
-    def work(self) -> Work:
-        """For the simulator."""
-        return Work(
-            lambda action: self.actions[action.kind][action.stage],
-            lambda _: self.transfer,
-            recompute=self.recompute.__getitem__,
-            exchange=lambda _: self.exchange / self.chunks,
-            overlap_exchange=False,
-            update=lambda _: self.update,
-        )
 
 
 def micro_batches(workers: Workers) -> int:
@@ -60,28 +37,27 @@ def micro_batches(workers: Workers) -> int:
     return len({e.microbatch for events in workers.values() for e in events if e.kind == "F"})
 
 
-def action_of(event: Event, num_stages: int) -> Action:
-    """The action of an F, B, I or W. Without stages, a layer's events are parts of one."""
-    stage = event.stage if num_stages > 1 else 0
-    return Action(Kind(event.kind), stage, max(0, event.microbatch))
-
-
 def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
-    """The actions of a step, per worker."""
+    """The actions of a step, per worker. Without stages, a layer's events are parts of one."""
     rows = []
     for events in workers.values():
-        times: defaultdict[Action, list[float]] = defaultdict(list)
+        row: ActionTimes = {}
         for e in events:
             if e.kind in ("F", "B", "I", "W"):
-                times[action_of(e, num_stages)] += [e.start, e.end]
-        rows.append({action: (min(clock), max(clock)) for action, clock in times.items()})
+                stage = e.stage if num_stages > 1 else 0
+                action = Action(Kind(e.kind), stage, max(0, e.microbatch))
+                start, end = row.get(action, (e.start, e.end))
+                row[action] = min(start, e.start), max(end, e.end)
+        rows.append(row)
     return rows
 
 
-def median_seconds(
-    ranks: Sequence[int], rank_of: Sequence[int], steps: Iterable[Workers]
-) -> StepSeconds:
-    """The seconds of some recorded steps. `ranks`: of the stages; `rank_of`: of the workers."""
+def measured_work(ranks: Sequence[int], rank_of: Sequence[int], steps: Iterable[Workers]) -> Work:
+    """The medians of some recorded steps. `ranks`: of the stages; `rank_of`: of the workers.
+
+    Recomputation is what is outside its backward. The gradients' exchange lasts from the last
+    action of any worker to the first update.
+    """
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     again: defaultdict[int, list[float]] = defaultdict(list)  # by rank
     transfers, exchanges, updates = list[float](), list[float](), list[float]()
@@ -100,14 +76,16 @@ def median_seconds(
         if begun:
             exchanges.append(max(0.0, min(e.start for e in begun) - last))
             updates.append(fmean(e.end - e.start for e in begun))
-    stages = range(len(ranks))
-    return StepSeconds(
-        {kind: [median(taken.get((kind, s), [0.0])) for s in stages] for kind in Kind},
-        [median(again[ranks[s]]) for s in stages],
-        median(transfers or [0.0]),
-        median(exchanges or [0.0]),
-        median(updates or [0.0]),
-        len(ranks) // len({*ranks}),
+    seconds = {place: median(each) for place, each in taken.items()}
+    recompute = {r: median(each) for r, each in again.items()}
+    transfer, exchange, update = (median(x or [0.0]) for x in (transfers, exchanges, updates))
+    return Work(
+        lambda action: seconds.get((action.kind, action.stage), 0.0),
+        lambda _: transfer,
+        recompute=lambda stage: recompute[ranks[stage]],
+        exchange=lambda stage: exchange / ranks.count(ranks[stage]),
+        overlap_exchange=False,
+        update=lambda _: update,
     )
 
 
@@ -137,16 +115,17 @@ class Compared:
     """A recorded step and its prediction; times are in seconds from the first action.
 
     `rank_of`: per worker its rank in the pipeline; several workers, replicas or parts of a matrix,
-    may have the same. Without stages, a rank's micro-batches are a pipeline of one.
+    may have the same. Without stages, a rank's micro-batches are a pipeline of one. `work`: the
+    medians of the run.
     """
 
     step: int
     rank_of: list[int]
     events: dict[str, list[Event]]  # by worker
-    seconds: StepSeconds
+    work: Work
     predicted: Simulation
 
-    @cached_property
+    @property
     def ranks(self) -> list[int]:
         """The rank of each stage."""
         return self.predicted.simulator.ranks
@@ -163,89 +142,59 @@ class Compared:
 
     @cached_property
     def waits(self) -> dict[str, list[Gap]]:
-        """Per worker, every measured gap, with the causes of the predicted one in its place."""
-        causes: defaultdict[tuple[int, Action | None], dict[str, float]] = defaultdict(dict)
-        waits_for = {}
-        for gap in self.predicted.gaps:  # at the end there may be two, of different causes
-            causes[gap.rank, gap.before] |= gap.causes
-            waits_for[gap.rank, gap.before] = gap.waits_for
-        rows = rows_of(self.events, len(self.ranks))
-        finish = max(end for row in rows for _, end in row.values())
-        gaps_of = {}
+        """Per worker, every measured gap, with what the predicted one before the same action waits
+        for, and its seconds by cause."""
+        predicted = {}
+        for gap in sorted(self.predicted.gaps, key=lambda gap: gap.end - gap.start):
+            predicted[gap.rank, gap.before] = gap  # of two at the end of the step the longer one
+        rows, gaps_of = rows_of(self.events, len(self.ranks)), {}
         for (name, events), r, row in zip(self.events.items(), self.rank_of, rows, strict=True):
-            busy = [e for e in events if e.kind in ("R", "optimizer")]
-            gaps_of[name] = list[Gap]()
-            free = 0.0
-            for before, (start, end) in [*row.items(), (None, (self.measured, self.measured))]:
-                idle = start - free - spent(e for e in busy if free <= e.start and e.end <= start)
-                if idle > 1e-3 * self.measured:
-                    late = finish - free if before is None else 0.0
-                    parts = _share(idle, causes[r, before], late)
-                    needs = waits_for.get((r, before))
-                    gaps_of[name].append(Gap(r, free, start, before, needs, parts))
+            busy: list[tuple[float, float, Action | None]]
+            busy = [(*times, action) for action, times in row.items()]
+            busy += [(e.start, e.end, None) for e in events if e.kind in ("R", "optimizer")]
+            free, gaps_of[name] = 0.0, list[Gap]()
+            busy.append((self.measured, self.measured, None))
+            for start, end, before in sorted(busy, key=lambda each: each[:2]):
+                if start - free > 1e-3 * self.measured:
+                    like = predicted.get((r, before))
+                    causes = like.causes if like else {NOT_PREDICTED: 0.0}
+                    needs = like.waits_for if like else None
+                    gaps_of[name].append(Gap(r, free, start, before, needs, causes))
                 free = max(free, end)
         return gaps_of
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
         """Per worker, its idle seconds by each cause that occurs in the step."""
-        causes = {cause for gaps in self.waits.values() for gap in gaps for cause in gap.causes}
-        shown = [cause for cause in (*CAUSES, REPLICAS, OTHER) if cause in causes]
+        causes = dict.fromkeys(gap.cause for gaps in self.waits.values() for gap in gaps)
         return {
-            name: {cause: sum(gap.causes.get(cause, 0.0) for gap in gaps) for cause in shown}
+            name: {c: sum(gap.end - gap.start for gap in gaps if gap.cause == c) for c in causes}
             for name, gaps in self.waits.items()
         }
 
 
-def _share(idle: float, causes: Mapping[str, float], late: float) -> dict[str, float]:
-    """Idle seconds by cause: as predicted, or less of everything. The rest is the wait for ranks
-    that were `late` seconds behind, and `other`."""
-    predicted = sum(causes.values())
-    parts = {cause: part * min(1.0, idle / predicted) for cause, part in causes.items() if part}
-    rest = idle - min(idle, predicted)
-    late -= sum(part for cause, part in parts.items() if cause != EXCHANGE)
-    parts[REPLICAS] = min(rest, max(0.0, late))
-    parts[OTHER] = rest - parts[REPLICAS]
-    return {cause: part for cause, part in parts.items() if part > 0.01 * idle}
-
-
-def compare(
-    workers: Workers,
-    schedule: str,
-    rank_of: list[int],
-    *,
-    step: int | None = None,
-    work: Work | None = None,
-) -> Compared:
+def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
     """A recorded step, by default the one of median duration, beside its prediction: from `work`,
     or from the medians of all recorded steps that have as many micro-batches.
 
     Raises:
         UserError: the step was not recorded, or there is none in which all workers had work.
     """
+    workers, n = run.timeline, run.shape["pp"]
     steps = {k: in_step(workers, k) for k in steps_of(workers)}
     steps = {k: rows for k, rows in steps.items() if all(actions_of(rows).values())}
     if not steps:
         raise UserError("in no recorded step all workers had work; record more, with --timeline")
     if step is None:
-        step = sorted(steps, key=lambda k: duration(steps[k]))[(len(steps) - 1) // 2]
+        _, step = median_low((duration(rows), k) for k, rows in steps.items())
     shown = in_step(workers, step)
     if not any(shown.values()):
         known = [event.step + 1 for events in workers.values() for event in events]
         raise UserError(f"--step {step + 1}: not recorded; take {min(known)} to {max(known)}")
-    n, m = max(rank_of) + 1, micro_batches(shown)
+    m = micro_batches(shown)
     stages = 1 + max(e.stage for row in actions_of(workers).values() for e in row) if n > 1 else 1
-    simulator = Simulator(find(schedule, stages // n)(n, m))
+    simulator = Simulator(find(run.summary["schedule"] if n > 1 else "1f1b", stages // n)(n, m))
+    rank_of = [place_of(r, run.shape)["pp"] for r in range(len(workers))]
     alike = [rows for rows in steps.values() if micro_batches(rows) == m]
-    seconds = median_seconds(simulator.ranks, rank_of, alike or [shown])
-    return Compared(step, rank_of, shown, seconds, simulator.run(work or seconds.work()))
-
-
-def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
-    """As `compare`, of a run."""
-    used, workers = run.summary, run.timeline
-    threads = used.get("world_size", 1) == 1 and len(workers) > 1
-    ranks = sizes(pp=len(workers)) if threads else ranks_of(used)
-    n, rank_of = ranks["pp"], [place_of(r, ranks)["pp"] for r in range(len(workers))]
-    schedule = used["schedule"] if n > 1 else "1f1b"
-    return compare(workers, schedule, rank_of, step=step, work=work)
+    measured = measured_work(simulator.ranks, rank_of, alike or [shown])
+    return Compared(step, rank_of, shown, measured, simulator.run(work or measured))

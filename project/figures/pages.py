@@ -1,12 +1,14 @@
-"""Pages in HTML: the templates and scripts of project/page/, and the page of no run.
+"""Pages in HTML: the templates and scripts of project/page/.
 
-`explore` makes the page to learn with. Its schedules are the catalogue's lists, for several numbers
-of ranks and micro-batches: a letter per action, since the micro-batches of a stage come in order.
-So JavaScript builds no schedule; it times and checks lists, which tests compare with Python.
+A step that a reader takes apart is of a run, or of none. Its schedules are the catalogue's lists,
+for several numbers of ranks and micro-batches: a character per action, since the micro-batches of a
+stage come in order. So JavaScript builds no schedule; it times and checks lists, which tests
+compare with Python.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from runtime.axes import named
 from .style import readable
 
 PAGE = Path(__file__).parents[1] / "page"
-LETTERS = "FBIWfbiwGCJXgcjx"  # F, B, I and W of a rank's first stage, then of its second, ...
 GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
 
 
@@ -41,37 +42,34 @@ def fill_template(template: Path, **content: Any) -> str:
     return environment.get_template(template.name).render(**content)
 
 
-def scripts(*names: str) -> list[Markup]:
-    """Scripts of page/, for a template."""
-    return [Markup((PAGE / f"{name}.js").read_text("utf-8")) for name in names]
-
-
 def letters(schedule: Schedule) -> str:
-    """The lists as page/textbook.js reads them: a word per rank, a letter per action, by its kind
-    and by the place of its stage among the rank's own."""
+    """The lists as page/textbook.js reads them: a word per rank, a character per action, by its
+    kind and by the place of its stage among the rank's own."""
     ranks = stage_ranks(schedule)
     words = []
     for r, actions in enumerate(schedule):
         stages = [s for s, rank in enumerate(ranks) if rank == r]
-        places = [4 * stages.index(a.stage) + LETTERS.index(a.kind.value) for a in actions]
-        words.append("".join(LETTERS[place] for place in places))
+        places = (4 * stages.index(a.stage) + "FBIW".index(a.kind.value) for a in actions)
+        words.append("".join(chr(ord("A") + place) for place in places))
     return " ".join(words)
 
 
-def explore() -> str:
-    """The page to learn with."""
+def stepper(runs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What page/apart.html needs: the schedules' lists, of the sizes of GRID, or of the ranks of
+    these runs; and the scripts."""
+    ranks = sorted({run["ranks"] for run in runs}) or GRID["ranks"]
+    sizes = sorted({*GRID["microbatches"], *(run["m"] for run in runs)})
+    chunks = range(2, 1 + max([*GRID["chunks"], *(run["chunks"] for run in runs)]))
     lists = {
         name: {
-            v: {
-                n: {m: letters(find(name, v)(n, m)) for m in GRID["microbatches"]}
-                for n in GRID["ranks"]
-            }
-            for v in (GRID["chunks"] if name == "interleaved" else [chunks_of(name)])
+            v: {n: {m: letters(find(name, v)(n, m)) for m in sizes} for n in ranks}
+            for v in (chunks if name == "interleaved" else [chunks_of(name)])
         }
         for name in SCHEDULES
     }
-    return fill_template(
-        PAGE / "explore.html",
-        catalogue={"microbatches": GRID["microbatches"], "v_shaped": V_SHAPED, "lists": lists},
-        scripts=scripts("simulate", "textbook", "explore"),
-    )
+    names = ("simulate", "textbook", "explore")
+    return {
+        "starts": runs,
+        "catalogue": {"microbatches": sizes, "v_shaped": V_SHAPED, "lists": lists, "runs": runs},
+        "scripts": [Markup((PAGE / f"{name}.js").read_text("utf-8")) for name in names],
+    }

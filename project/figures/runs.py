@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from runtime.axes import ranks_of, sizes
 from training.files import OPTIONS, SUMMARY
 from training.launch.errors import UserError
 from training.timeline import EVENT_KINDS, Event
@@ -52,6 +53,13 @@ class Run:
         if "step_seconds" not in self.summary:
             raise UserError(f"{self.folder} has no {SUMMARY}; name the --workdir of a finished run")
         return self.summary
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Ranks, or stages in threads, on each axis."""
+        if stages := self.summary.get("num_devices"):
+            return sizes(pp=stages)
+        return ranks_of(self.summary)
 
     @cached_property
     def epochs(self) -> list[tuple[dict[str, float], ...]]:
@@ -108,12 +116,6 @@ class Run:
     def same(self, other: Run, *options: str) -> bool:
         """Whether two runs have the same values of some options."""
         return all(self.summary.get(name) == other.summary.get(name) for name in options)
-
-
-def speed_up(run: Run, baseline: Run, metric: str) -> float:
-    """How much faster than the baseline a run is: of time, less is better; of throughput, more."""
-    (before, _), (after, _) = baseline.over_epochs(metric), run.over_epochs(metric)
-    return before / after if metric == "training_time" else after / before
 
 
 def steps_of(workers: Workers) -> list[int]:

@@ -1,13 +1,16 @@
-// The page of `report.py --explore`: choose a schedule and see its step; move an action to another
-// place of its list and read what that breaks or costs. simulate.js times and validates the lists,
-// textbook.js has formulas and puzzles. Settings and puzzle are in the page's URL.
+// A step to take apart: choose a schedule and see its step; move an action to another place of its
+// list and read what that breaks or costs. It starts as the reader likes, as a puzzle, or in a report
+// as a run did. simulate.js times and validates the lists, textbook.js has formulas and puzzles.
+// Settings and start are in the page's URL.
 "use strict";
 
-const CAUSES = { fill: "the order of the lists", imbalance: "the last rank, which is slower", transfer: "messages on their way" };
-const { microbatches, v_shaped: vShaped, lists: catalogue } = JSON.parse(document.querySelector("#catalogue").textContent);
+const CAUSES = { fill: "the order of the lists", imbalance: "a slower rank", transfer: "messages on their way" };
+const { microbatches, v_shaped: vShaped, lists: catalogue, runs } = JSON.parse(document.querySelector("#catalogue").textContent);
 const form = document.querySelector("form");
 const [lanes, said, result] = ["#lanes", "#said", "#result"].map((name) => document.querySelector(name));
 
+const STARTS = runs.length ? runs : PUZZLES;
+const UNIT = runs.length ? " ms" : "";
 let settings = { ...FREE };
 let lists = []; // what is shown: per rank its actions
 let undone = []; // earlier lists, the newest last
@@ -20,7 +23,10 @@ const number = (value) => String(Number(value.toFixed(2)));
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 const chunksOf = ({ schedule, chunks }) => (schedule === "interleaved" ? Number(chunks) : Number(Object.keys(catalogue[schedule])[0]));
-const puzzle = () => PUZZLES.find(({ name }) => name === settings.puzzle);
+const inTime = (value) => number(value) + UNIT;
+const startNamed = (wanted) => STARTS.find(({ name }) => name === wanted) ?? runs[0];
+const usual = (wanted) => ({ ...FREE, ...startNamed(wanted), start: startNamed(wanted)?.name ?? "" });
+const puzzle = () => startNamed(settings.start);
 // F0; with several stages on a rank F0a, F0b, as in Python's tables.
 function titleOf([kind, stage, microbatch]) {
   const chunks = chunksOf(settings);
@@ -40,13 +46,17 @@ function startOf(chosen) {
 // Whether the lists are not those of the catalogue, or those with which a puzzle begins.
 const isChanged = (beginning) => JSON.stringify(lists) !== JSON.stringify(startOf(beginning));
 
-// What simulate() takes. The times are those of a rank: each of its chunks takes its part of them.
+// What simulate() takes. The times are those of a rank: each of its chunks takes its part of them. With
+// a run they are factors of what it measured, of which a batch is cut into more or fewer micro-batches.
 function workOf(chosen) {
+  const { schedule, ranks, last, message } = chosen;
+  const run = runs.find(({ name }) => name === chosen.start);
   const chunks = chunksOf(chosen);
-  const last = vShaped.includes(chosen.schedule) ? [chosen.ranks - 1, chosen.ranks] : [];
-  const slow = (stage) => (last.length ? last.includes(stage) : stage % chosen.ranks === chosen.ranks - 1) ? chosen.last : 1;
-  const of = { F: chosen.F, B: chosen.I + chosen.W, I: chosen.I, W: chosen.W };
-  return { seconds: (kind, stage) => (of[kind] / chunks) * slow(stage), recompute: () => 0, transfer: chosen.message, exchange: 0, update: 0 };
+  const rankOf = (stage) => (vShaped.includes(schedule) && stage >= ranks ? 2 * ranks - 1 - stage : stage % ranks);
+  const part = (kind, rank) => (run ? run.times[kind][rank] * run.m / chosen.m : 1) / chunks * (rank === ranks - 1 ? last : 1);
+  const seconds = (kind, stage) => kind === "B" ? seconds("I", stage) + seconds("W", stage) : chosen[kind] * part(kind, rankOf(stage));
+  const recompute = (stage) => (run ? part("R", rankOf(stage)) : 0);
+  return { seconds, recompute, transfer: message * (run?.messages ?? 1), exchange: 0, update: 0 };
 }
 
 // The validator reads the stages off the lists. This says, in its words, which of them is gone whole.
@@ -78,7 +88,7 @@ function draw(step) {
     });
   });
   const total = Math.max(...rows.flat().map(({ end }) => end), 0) || 1; // also if all actions are gone
-  const shortest = Math.min(...rows.flat().map(({ start, end }) => end - start));
+  const shortest = Math.max(Math.min(...rows.flat().map(({ start, end }) => end - start)), runs.length ? total / 100 : 0);
   const first = lists.findIndex((row) => row.length); // its first action is where the tabulator stops
   const most = Math.max(1, ...step.held, puzzle()?.held ?? 0);
   const place = ({ start, end }) => `left:${100 * start / total}%;width:${100 * (end - start) / total}%`;
@@ -89,7 +99,7 @@ function draw(step) {
   const letters = Math.max(1, ...lists.flat().map((action) => titleOf(action).length));
   lanes.style.minWidth = `${5.5 + total / shortest * (0.6 + 0.4 * letters)}rem`; // all can be read
   lanes.innerHTML = rows.map((row, rank) => {
-    const busy = row.reduce((sum, { start, end, never }) => sum + (never ? 0 : end - start), 0);
+    const busy = row.reduce((sum, { start, end, again, never }) => sum + (never ? 0 : end - start + again), 0);
     const actions = row.map((timed, k) => {
       const { action, never } = timed;
       const when = never ? "it never starts" : `from ${number(timed.start)} to ${number(timed.end)}`;
@@ -98,11 +108,15 @@ function draw(step) {
       return `<button type="button" class="${action[0]}${never ? " never" : ""}" data-k="${k}" aria-label="${name}" title="${name}"
         aria-pressed="${chosen}" tabindex="${chosen || (!selected && rank === first && !k) ? 0 : -1}" style="${place(timed)}">${titleOf(action)}</button>`;
     });
+    const again = row.filter((timed) => timed.again).map((timed) => {
+      const end = timed.start - timed.idle;
+      return `<i class="R" style="${place({ start: end - timed.again, end })}"></i>`;
+    });
     const gaps = step.gaps.filter((gap) => gap.rank === rank).map(gapAt);
     const idle = step.broken ? "" : `<small>${Math.round(100 * (1 - busy / total))} % idle</small>`;
     const holds = step.broken ? "" : `<small>holds ${number(step.held[rank])}</small>`;
     return `<div class="rank"><div class="name"><b>rank ${rank}</b>${idle}${holds}</div>
-      <div><div class="lane" data-rank="${rank}">${actions.join("")}${gaps.join("")}</div>${memory(row, total, most, chunks)}</div></div>`;
+      <div><div class="lane" data-rank="${rank}">${actions.join("")}${again.join("")}${gaps.join("")}</div>${memory(row, total, most, chunks)}</div></div>`;
   }).join("") + `<div class="rank axis"><div class="name"><small>time</small></div><div class="lane">${ticks(total)}</div></div>`;
 }
 
@@ -130,7 +144,7 @@ function ticks(total) {
 }
 
 // How long a step takes, and how idle ranks are, where it can run.
-const lasts = (step) => (step.deadlock ? "for ever" : step.broken ? "the lists are wrong" : number(step.seconds));
+const lasts = (step) => (step.deadlock ? "for ever" : step.broken ? "the lists are wrong" : inTime(step.seconds));
 const idles = (step) => (step.broken ? "" : percent(step.bubble));
 
 // A gap in a sentence.
@@ -144,16 +158,17 @@ function inWords({ rank, start, end, before: next, waitsFor, causes }) {
 function effect(step) {
   if (step.broken) return `This cannot run. <q id="broken">${step.broken}</q>`;
   if (!before) return "Drag an action to another place of its list, or choose one and use the buttons below.";
-  if (before.broken) return `It runs again: a step takes ${number(step.seconds)}.`;
+  if (before.broken) return `It runs again: a step takes ${inTime(step.seconds)}.`;
   const longer = step.seconds - before.seconds;
-  const time = Math.abs(longer) < 1e-9 ? `The step takes ${number(step.seconds)}, as before`
-    : `The step takes ${number(step.seconds)}, ${number(Math.abs(longer))} ${longer > 0 ? "longer" : "less"}`;
+  const time = Math.abs(longer) < 1e-9 ? `The step takes ${inTime(step.seconds)}, as before`
+    : `The step takes ${inTime(step.seconds)}, ${inTime(Math.abs(longer))} ${longer > 0 ? "longer" : "less"}`;
   const held = step.held.flatMap((most, rank) => (most === before.held[rank] ? [] : [`rank ${rank} now holds at most ${number(most)}, not ${number(before.held[rank])}`]));
   return `${[time, ...held].join("; ")}.`;
 }
 
-// The step beside the textbook: two rows of a table, and when the formula holds.
+// The step beside the textbook, which knows no run: rows of a table, and when the formula holds.
 function beside(step) {
+  if (runs.length) return;
   const { schedule, ranks, m } = settings;
   const { idle, held, when, holds } = textbook(schedule, ranks, m, chunksOf(settings), settings);
   const cells = (name, value, formula, shown) => `<tr><th scope="row">${name}</th><td><b>${value}</b></td>
@@ -173,21 +188,23 @@ function beside(step) {
 // Every schedule of the catalogue with the same ranks, micro-batches and times.
 function compare() {
   const rows = Object.keys(catalogue).map((schedule) => {
-    const chosen = { ...settings, schedule, split: false, alone: false, puzzle: "" };
+    const chosen = { ...settings, schedule, split: false, alone: false, start: runs.length ? settings.start : "" };
     const shown = startOf(chosen);
     const step = simulate(shown, workOf(chosen));
     const held = Math.max(...mostHeld(shown, chunksOf(chosen)));
     const own = schedule === settings.schedule ? ' class="own"' : "";
-    return `<tr${own}><td><a href="#${urlOf(chosen)}">${schedule}</a></td><td>${number(step.seconds)}</td><td>${percent(step.bubble)}</td><td>${number(held)}</td></tr>`;
+    return `<tr${own}><td><a href="#${urlOf(chosen)}">${schedule}</a></td><td>${inTime(step.seconds)}</td><td>${percent(step.bubble)}</td><td>${number(held)}</td></tr>`;
   });
   document.querySelector("#all tbody").innerHTML = rows.join("");
 }
 
-// The goals of the puzzle, and whether they are reached.
+// What is said of a run; the goals of a puzzle, and whether they are reached.
 function judge(step) {
   const goal = puzzle();
   document.querySelector("#puzzle").hidden = !goal;
   if (!goal) return;
+  document.querySelector("#task").textContent = goal.text;
+  if (runs.length) return;
   const most = Math.max(...step.held);
   const goals = goal.breaks ? [[`the lists end in a ${goal.breaks}`, step.broken.startsWith(goal.breaks)]] : [
     ["the lists can run", !step.broken],
@@ -195,11 +212,10 @@ function judge(step) {
     ...(goal.held ? [[`a rank holds at most ${goal.held} (now ${number(most)})`, most <= goal.held]] : []),
   ];
   const solved = goals.every(([, reached]) => reached);
-  document.querySelector("#task").textContent = goal.text;
   document.querySelector("#hint").textContent = goal.hint;
   document.querySelector("#goals").innerHTML = goals.map(([text, reached]) => `<li class="${reached ? "yes" : "no"}">${reached ? "✓" : "○"} ${text}</li>`).join("");
   const next = PUZZLES[PUZZLES.indexOf(goal) + 1];
-  const more = next ? ` Next: <a href="#${urlOf({ puzzle: next.name })}">${next.name}</a>` : "";
+  const more = next ? ` Next: <a href="#${urlOf(usual(next.name))}">${next.name}</a>` : "";
   document.querySelector("#solved").innerHTML = solved ? `Solved, with ${plural(undone.length, "change")}.${more}` : "";
 }
 
@@ -207,7 +223,7 @@ function show(note = "") {
   const step = stepOf(settings, lists);
   const { schedule, ranks, m } = settings;
   const name = `${schedule}${isChanged(settings) ? ", changed by you" : ""}, ${plural(ranks, "rank")}, ${plural(m, "micro-batch").replace("batchs", "batches")}`;
-  result.innerHTML = step.broken ? `<b>${name}: it cannot run.</b>` : `<b>${name}: a step takes ${number(step.seconds)}, and ranks are idle ${percent(step.bubble)} of it.</b>`;
+  result.innerHTML = step.broken ? `<b>${name}: it cannot run.</b>` : `<b>${name}: a step takes ${inTime(step.seconds)}, and ranks are idle ${percent(step.bubble)} of it.</b>`;
   said.innerHTML = note + effect(step);
   draw(step);
   beside(step);
@@ -218,17 +234,19 @@ function show(note = "") {
   current = step;
 }
 
-// Settings that are not the usual ones, or the puzzle, as a part of the page's URL.
+// Settings that are not the usual ones of their start, and the start, as a part of the page's URL.
 function urlOf(chosen) {
-  const kept = chosen.puzzle ? { puzzle: chosen.puzzle } : chosen;
-  return new URLSearchParams(Object.entries(kept).filter(([name, value]) => name in FREE && value !== FREE[name]));
+  const before = { ...usual(chosen.start), start: "" };
+  return new URLSearchParams(Object.entries(chosen).filter(([name, value]) => name in FREE && value !== before[name]));
 }
 
 // Writes the settings into the controls and the URL, and starts anew.
 function begin(chosen) {
-  const goal = PUZZLES.find(({ name }) => name === chosen.puzzle);
-  settings = goal ? { ...FREE, ...goal, puzzle: goal.name } : { ...chosen, alone: false, puzzle: "" };
-  if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = FREE.schedule;
+  const start = startNamed(chosen.start);
+  const fixed = start && !runs.length; // a puzzle
+  settings = fixed ? usual(start.name) : { ...chosen, alone: false, start: start?.name ?? "" };
+  if (runs.length) settings.ranks = start.ranks;
+  if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = usual(settings.start).schedule;
   const hasWhole = startOf({ ...settings, split: false }).flat().some(([kind]) => kind === "B");
   settings.split = settings.split && hasWhole;
   [lists, undone, selected, before, carried] = [startOf(settings), [], null, null, ""];
@@ -236,7 +254,7 @@ function begin(chosen) {
     if (control.type === "checkbox") control.checked = settings[control.name];
     else if (control.name === "m") control.value = microbatches.indexOf(settings.m);
     else if (control.name in settings) control.value = settings[control.name];
-    if (control.name !== "puzzle" && control.name in settings) control.disabled = Boolean(goal);
+    if (control.name !== "start" && control.name in settings) control.disabled = Boolean(fixed);
     const shown = control.parentElement.querySelector("output");
     if (shown) shown.value = settings[control.name];
   }
@@ -286,8 +304,8 @@ const within = (row, k) => Math.max(0, Math.min(row.length, k));
 
 form.addEventListener("input", ({ target }) => {
   const value = target.type === "checkbox" ? target.checked : target.name === "m" ? microbatches[target.value]
-    : ["schedule", "puzzle"].includes(target.name) ? target.value : Number(target.value);
-  begin({ ...(target.name === "puzzle" ? FREE : settings), [target.name]: value });
+    : ["schedule", "start"].includes(target.name) ? target.value : Number(target.value);
+  begin(target.name === "start" ? usual(value) : { ...settings, [target.name]: value });
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("click", ({ target }) => {
@@ -377,11 +395,13 @@ function caret(lane, left = 0) {
 }
 
 for (const name of Object.keys(catalogue)) form.elements.schedule.add(new Option(name));
-for (const { name } of PUZZLES) form.elements.puzzle.add(new Option(name));
+for (const { name } of STARTS) form.elements.start.add(new Option(name));
 form.elements.m.max = microbatches.length - 1;
+form.elements.chunks.max = Math.max(...Object.keys(catalogue.interleaved));
 const fromUrl = () => {
-  const chosen = { ...FREE };
-  for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const chosen = usual(given.get("start"));
+  for (const [name, text] of given) {
     if (!(name in FREE)) continue;
     const value = typeof FREE[name] === "number" ? Number(text) : typeof FREE[name] === "boolean" ? text === "true" : text;
     if (value === value) chosen[name] = value;
@@ -393,5 +413,8 @@ const fromUrl = () => {
   }
   begin(chosen);
 };
-addEventListener("hashchange", fromUrl);
+addEventListener("hashchange", () => {
+  fromUrl();
+  if (runs.length) form.scrollIntoView();
+});
 fromUrl();

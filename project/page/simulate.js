@@ -22,7 +22,7 @@ function dependencies([kind, stage, microbatch], stages) {
 
 // When everything happens, from 0. `work` has functions seconds(kind, stage) and recompute(stage), and
 // numbers: transfer of a message, which does not hold up its sender; exchange of a rank's gradients,
-// after its last action; update. Returns rows, per rank {action, start, end, idle, waitsFor} in order;
+// after its last action; update. Returns rows, per rank {action, start, end, again, idle, waitsFor} in order;
 // updated, per rank; seconds and bubble of the step; and deadlock: empty, or the sentence of Python's
 // validate() on what can never start, and then the rows end there.
 function simulate(schedule, work) {
@@ -50,7 +50,7 @@ function simulate(schedule, work) {
         }
         const end = start + work.seconds(kind, stage);
         for (const part of kind === "B" ? "BIW" : kind) ended.set(`${part}${stage},${microbatch}`, { action, rank, end });
-        rows[rank].push({ action, start, end, idle: start - ready, waitsFor });
+        rows[rank].push({ action, start, end, again, idle: start - ready, waitsFor });
         free[rank] = end;
         busy += end - start + again;
         left--;

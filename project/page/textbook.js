@@ -1,11 +1,10 @@
 // What the page of `report.py --explore` knows beside the simulator: the catalogue's lists, which
-// project/report.py wrote as letters; the textbook's formulas; puzzles.
+// project/figures/pages.py wrote as letters; the textbook's formulas; puzzles.
 // tests/project/test_explore.py compares lists and formulas with Python.
 "use strict";
 
 const KINDS = "FBIW";
-const LETTERS = "FBIWfbiwGCJXgcjx"; // an action's letter: four for a rank's first stage, four for its second, ...
-// The lists of a schedule from their text: a word per rank, a letter per action. Forwards of a stage
+// The lists of a schedule from their text: a word per rank, a character per action. Forwards of a stage
 // come in the order of the micro-batches, and so do backwards, whole or halved.
 function decode(text, vShaped) {
   const words = text.split(" ");
@@ -13,7 +12,7 @@ function decode(text, vShaped) {
     const next = {}; // by stage and kind: the micro-batch that is next
     const halved = {}; // by stage: micro-batches that have had their I
     return [...word].map((letter) => {
-      const at = LETTERS.indexOf(letter);
+      const at = letter.charCodeAt(0) - 65; // four letters from A for a rank's first stage, four for its second, ...
       const [kind, chunk] = [KINDS[at % 4], Math.floor(at / 4)];
       const stage = vShaped && chunk ? 2 * words.length - 1 - rank : chunk * words.length + rank;
       if (kind === "W") return [kind, stage, halved[stage].shift()];
@@ -85,7 +84,7 @@ const PUZZLES = [
     hint: "While one micro-batch is elsewhere, a rank can work on the other: F0a F1a F0b F1b.",
   },
 ];
-const FREE = { schedule: "1f1b", ranks: 4, m: 8, chunks: 2, F: 1, I: 1, W: 1, message: 0, last: 1, split: false, puzzle: "" };
+const FREE = { schedule: "1f1b", ranks: 4, m: 8, chunks: 2, F: 1, I: 1, W: 1, message: 0, last: 1, split: false, start: "" };
 
 // The most that ranks hold, in micro-batches of a whole rank.
 function mostHeld(lists, chunks) {

@@ -24,7 +24,7 @@ from tests.which import in_node
 PAGE = ROOT / "project" / "page"
 SHIFT, CONTROL = 8, 2
 WORDS = {
-    "fill": "the order of the lists", "imbalance": "the last rank, which is slower",
+    "fill": "the order of the lists", "imbalance": "a slower rank",
     "transfer": "messages on their way",
 }  # fmt: skip
 Moves = list[tuple[int, str, int]]  # a rank, an action of its list, the place that it gets there
@@ -174,7 +174,7 @@ def test_a_puzzle_is_solved_by_its_last_move(name: str, page: Path, window: Brow
     }
     assert list(puzzles) == list(SOLUTIONS)
     lists = start_of(puzzles[name])
-    window.open(page, f"#puzzle={name.replace(' ', '+')}")
+    window.open(page, f"#start={name.replace(' ', '+')}")
     assert window.text("#solved") == "" and not is_solved(puzzles[name], lists)
     for number, (rank, action, to) in enumerate(SOLUTIONS[name], 1):
         at = named(lists)[rank].index(action)
@@ -313,7 +313,7 @@ def test_it_is_whole_and_needs_no_run(page: Path, refusal: Refusal) -> None:
 
 def test_what_was_removed_whole_is_missing(window: Browser, page: Path) -> None:
     """All actions of a stage, and then all of the page. To take back the last one works."""
-    window.open(page, "#puzzle=Hide+the+messages")
+    window.open(page, "#start=Hide+the+messages")
 
     def empty(rank: int) -> None:
         window.click(f'[data-rank="{rank}"] [data-k="0"]')
@@ -358,7 +358,7 @@ def test_lists_are_changed_only_while_they_differ(window: Browser) -> None:
         ("#F=0&I=-3&W=9&message=-1&last=7", "#F=0.5&I=0.5&W=4&last=2"),
         ("#ranks=99&m=11&chunks=0", "#ranks=8&m=10"),
         ("#ranks=-1&m=0&F=x", "#ranks=2&m=1"),
-        ("#puzzle=foo&ranks=3", "#ranks=3"),
+        ("#start=foo&ranks=3", "#ranks=3"),
     ],
 )
 def test_values_of_the_url_are_those_of_the_controls(

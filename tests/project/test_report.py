@@ -1,5 +1,5 @@
-"""The page of runs: what it says is what their files hold, and its sliders simulate what Python
-does. A real browser opens it, where there is one."""
+"""The page of runs: what it says is what their files hold, and a step that is taken apart takes
+what Python says. A real browser opens it, where there is one."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import pytest
 import torch
 
 from pipeline.schedules.catalogue import find
-from pipeline.schedules.schedule import Kind
+from pipeline.schedules.schedule import Action, Kind
 from planning.describe import machine
 from planning.simulate import Simulator, Work, with_times
 from project import report
-from project.figures.compared import compare, compare_step
+from project.figures.compared import compare_step
 from project.figures.gantt import events_of
+from project.figures.pages import letters, stepper
 from project.figures.runs import Run
+from tests.browser import browser
 from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
-from tests.which import program
 from training.launch.errors import UserError
-from training.timeline import Event
 
 PAGE = ROOT / "project" / "page"
 
@@ -56,26 +56,21 @@ def staged(root: Path) -> Path:
 def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
     """A message takes the median of 0.5 and 0 s, so that stage 1 is predicted to begin at 1.25."""
     found = compare_step(Run(staged(tmp_path)))
-    assert found.seconds.transfer == 0.25
-    assert found.seconds.actions == {
-        Kind.FORWARD: [1, 1], Kind.BACKWARD: [2, 2],
-        Kind.BACKWARD_INPUT: [0, 0], Kind.BACKWARD_WEIGHT: [0, 0],
-    }  # fmt: skip
     assert [(str(t.action), t.start, t.end) for t in found.predicted.rows[1]] == [
         ("F0", 1.25, 2.25), ("F1", 2.25, 3.25), ("B0", 3.25, 5.25), ("B1", 5.25, 7.25),
     ]  # fmt: skip
-    gaps: list[Any] = [
-        (name, str(gap.before), str(gap.waits_for), gap.causes)
+    gaps = [
+        (name, gap.start, gap.end, str(gap.before), str(gap.waits_for), gap.cause)
         for name, of_worker in found.waits.items()
         for gap in of_worker
     ]
     assert gaps == [
-        ("rank 0", "B0", "B0", pytest.approx({"fill": 3, "transfer": 0.5})),
-        ("rank 0", "None", "None", pytest.approx({"other": 0.5})),
-        ("rank 1", "F0", "F0", pytest.approx({"fill": 1, "transfer": 0.25, "other": 0.25})),
-        ("rank 1", "None", "None", pytest.approx({"fill": 16 / 9, "transfer": 2 / 9})),
-    ]  # fmt: skip
-    assert found.idle["rank 0"]["fill"] == 3
+        ("rank 0", 2, 5.5, "B0", "B0", "fill"),
+        ("rank 0", 9.5, 10, "None", "None", "not predicted"),
+        ("rank 1", 0, 1.5, "F0", "F0", "fill"),
+        ("rank 1", 7.5, 9.5, "None", "None", "fill"),
+    ]
+    assert found.idle["rank 0"] == {"fill": 3.5, "not predicted": 0.5}
     assert found.bubble == pytest.approx(1 - (6 + 6) / (2 * 9.5))
     # The ideal has neither messages nor uneven stages: 6 of 9 busy, (n-1)/(m+n-1) idle.
     ideal = found.predicted.equal()
@@ -85,26 +80,43 @@ def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
     assert compare_step(Run(tmp_path / "pipeline2"), slow).predicted.equal().seconds == 18
 
 
-def test_what_recomputation_takes() -> None:
+def of_stage(stage: int, *events: tuple[str, float, float]) -> list[Any]:
+    """What a rank did with one micro-batch."""
+    return [(kind, stage, 0, start, end) for kind, start, end in events]
+
+
+def test_what_recomputation_takes(tmp_path: Path) -> None:
     """Outside its backward it is on its own; within, a part of it. Two chunks of a rank: a V."""
-
-    def row(*events: tuple[str, float, float], stage: int = 0) -> list[Event]:
-        return [Event(kind, stage, 0, start, end) for kind, start, end in events]
-
-    last = row(("F", 0, 1), ("R", 1, 2), ("I", 2, 3), ("W", 3, 4), stage=1)
+    last = of_stage(1, ("F", 0, 1), ("R", 1, 2), ("I", 2, 3), ("W", 3, 4))
     for backward, alone in (
         ([("R", 1, 2), ("B", 2, 4)], 1), ([("R", 1, 2), ("B", 1, 4)], 0), ([("B", 1, 4)], 0)
     ):  # fmt: skip
-        found = compare({"rank 0": row(("F", 0, 1), *backward), "rank 1": last}, "1f1b", [0, 1])
-        assert found.seconds.recompute == [alone, 1]
-        assert found.seconds.actions[Kind.BACKWARD] == [3 - alone, 0]
-    parts = [row(("F", k, k + 1), ("I", k + 1, k + 2), ("W", k + 2, k + 3), stage=s)
+        rows = [of_stage(0, ("F", 0, 1), *backward), last]
+        work = compare_step(Run(write_run(tmp_path, "pipeline2", rows, pp=2, schedule="1f1b"))).work
+        assert [work.recompute(s) for s in range(2)] == [alone, 1]
+        assert work.seconds(Action(Kind.BACKWARD, 0, 0)) == 3 - alone
+    parts = [of_stage(s, ("F", k, k + 1), ("I", k + 1, k + 2), ("W", k + 2, k + 3))
              for s, k in enumerate(range(0, 36, 9))]  # fmt: skip
-    workers = {"rank 0": parts[0] + parts[3], "rank 1": parts[1] + parts[2]}
-    ideal = compare(workers, "zbv", [0, 1]).predicted.equal()
+    rows = [parts[0] + parts[3], parts[1] + parts[2]]
+    folder = write_run(tmp_path, "v2", rows, pp=2, schedule="zbv")
+    ideal = compare_step(Run(folder)).predicted.equal()
     assert [(str(t.action), t.action.stage, t.start) for t in ideal.rows[0]] == [
         ("F0", 0, 0), ("F0", 3, 3), ("I0", 3, 4), ("W0", 3, 5), ("I0", 0, 7), ("W0", 0, 8)
     ]  # fmt: skip
+
+
+def test_what_replicas_take(tmp_path: Path) -> None:
+    """A message is sent when the last replica has what it adds to, and gradients are exchanged
+    until the first update begins."""
+    second = of_stage(1, ("F", 2.25, 3), ("B", 3, 4), ("optimizer", 8, 11))
+    rows = [
+        of_stage(0, ("F", 0, 2), ("B", 4, 6), ("optimizer", 7, 8)), second,
+        of_stage(0, ("F", 0, 1), ("B", 4, 5), ("optimizer", 7, 8)), second,
+    ]  # fmt: skip
+    folder = write_run(tmp_path, "3d4", rows, dp=2, pp=2, schedule="1f1b")
+    work = compare_step(Run(folder)).work
+    found = work.transfer(Action(Kind.FORWARD, 0, 0)), work.exchange(0), work.update(0)
+    assert found == (0.125, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -171,28 +183,24 @@ def test_a_rank_with_another_gradient_is_found(course: Path, tmp_path: Path) -> 
     assert first["between"] == 0 and first["apart"] == 0
     assert second["between"] == pytest.approx(0.5) and second["apart"] < 1e-6
     assert (first["ranks"], second["ranks"]) == (1, 3)
-    gradients["transformer.h.1.ln_1.bias"] = torch.zeros(7)
-    torch.save(gradients, path)
-    with pytest.raises(
-        UserError, match=r"model1_gradients.pth: its gradients are of another model"
-    ):
-        report.gradients(runs)
 
 
 def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.main([str(staged(tmp_path))])
     assert capsys.readouterr().out == f"The page is {tmp_path}/pipeline2/report.html.\n"
     page = (tmp_path / "pipeline2" / "report.html").read_text("utf-8")
-    assert len(page) < 100_000
+    assert len(page) < 150_000
     text = text_of(page)
     for said in (
         "A step takes 3000.0 ms , the median of all but the first; step 2 took 10000.0 ms, 36.8% "
         "idle. Predicted from the median of each kind and stage: 10000.0 ms, 36.8% idle.",
         "Weights agree with one process. Worst: h.0.bias , off by 3.0e-07 where rounding explains",
         "pipeline2 3 0.5000 1.50 7.25 bleu",
-        "fill transfer other rank 0 3000.0 500.0 500.0",
-        "rank 0, 2000.0 to 5500.0 ms, before B0 of stage 0, which needs B0 of stage 1: 3000.0 ms",
-        "With scripts, sliders here simulate the step",
+        "fill not predicted rank 0 3500.0 500.0 rank 1 3500.0 0.0",
+        "rank 0, 2000.0 to 5500.0 ms, before B0 of stage 0, which needs B0 of stage 1: fill, "
+        "predicted 3500.0 ms",
+        "rank 0, 9500.0 to 10000.0 ms, at the end: not predicted",
+        "Take this step apart : more micro-batches, another schedule, an action in another place.",
         "rank 0 40.0 40.0 80.0 700",
     ):
         assert said in text
@@ -248,34 +256,20 @@ def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
     assert (report.apart(run, run), report.apart(other, run)) == ("", "1.0e-01")
 
 
-def test_the_run_itself_is_among_what_sliders_choose(tmp_path: Path) -> None:
+def test_a_step_to_take_apart_begins_as_the_run_did(tmp_path: Path) -> None:
     """With its chunks, and with its micro-batches, however many."""
-    schedule = find("interleaved", 3)(2, 14)
+    schedule = find("interleaved", 5)(2, 14)
     recorded = events_of(Simulator(schedule).run(Work(lambda _: 1.0)))
     rows = [[event[:5] for event in events] for events in recorded.values()]
-    sizes = {"stage_sizes": [1] * 6, "loss": [1.0], "pp": 2}
-    folder = write_run(tmp_path, "pipeline2", rows, schedule="interleaved", **sizes)
+    folder = write_run(tmp_path, "pipeline2", rows, schedule="interleaved", loss=[1.0], pp=2)
     (run,) = report.reported([folder])
-    sliders = run.sliders()
-    assert sliders is not None and sliders["sizes"] == [*range(2, 15, 2)]
-    assert sliders["lists"]["interleaved"][14] == schedule
-
-
-def test_what_replicas_take() -> None:
-    """A message is sent when the last replica has what it adds to, and gradients are exchanged
-    until the first update begins."""
-
-    def row(stage: int, *events: tuple[str, float, float]) -> list[Event]:
-        return [Event(kind, stage, 0, start, end) for kind, start, end in events]
-
-    workers = {
-        "rank 0": row(0, ("F", 0, 2), ("B", 4, 6), ("optimizer", 7, 8)),
-        "rank 1": row(1, ("F", 2.25, 3), ("B", 3, 4), ("optimizer", 8, 11)),
-        "rank 2": row(0, ("F", 0, 1), ("B", 4, 5), ("optimizer", 7, 8)),
-        "rank 3": row(1, ("F", 2.25, 3), ("B", 3, 4), ("optimizer", 8, 11)),
-    }
-    found = compare(workers, "1f1b", [0, 1, 0, 1]).seconds
-    assert (found.transfer, found.exchange, found.update) == (0.125, 1, 2)
+    assert run.start is not None
+    assert run.start["times"] == {
+        "F": [5000.0, 5000.0], "I": [2500.0, 2500.0], "W": [2500.0, 2500.0], "R": [0.0, 0.0]
+    }  # fmt: skip
+    catalogue = stepper([run.start])["catalogue"]
+    assert catalogue["microbatches"] == [*range(1, 9), 10, 12, 14, 16]
+    assert catalogue["lists"]["interleaved"][5][2][14] == letters(schedule)
 
 
 def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
@@ -292,7 +286,7 @@ def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
     assert "run1 1x1x1 12 2000.0 1.00x" in text and "run8 2x4x1 24 2000.0 2.00x" in text
     page = report.render(report.reported([one, other]), PAGE / "report.html")
     assert f"{other} 1x1x1 6 2000.0 0.50x" in text_of(page)
-    for absent in ("planner", "idle", "validation", "Gradients", 'what-if" auto'):
+    for absent in ("planner", "idle", "validation", "Gradients", "<form"):
         assert absent not in page.partition("<body>")[2].partition("<script>")[0]
 
 
@@ -329,40 +323,29 @@ def test_a_run_that_was_interrupted_says_what_it_measured(tmp_path: Path) -> Non
     assert said in text and "it ended before its first step" in text
 
 
-def test_a_browser_simulates_the_step_again(tmp_path: Path) -> None:
-    """Four micro-batches of half the time, one of five layers moved from stage 0 to stage 1, under
-    the schedule of the URL; then a reader takes another."""
-    browser = program("chromium", "google-chrome", tests="the page in a browser")
-    report.main([str(staged(tmp_path)), "--output", str(tmp_path / "page.html")])
-    with (tmp_path / "page.html").open("a") as page:
-        page.write("""<script>
-          const form = document.querySelector("form.what-if"), { said, schedule } = form.elements;
-          const found = [said.value];
-          schedule.value = "gpipe";
-          schedule.dispatchEvent(new Event("input", { bubbles: true }));
-          document.title = [...found, said.value, location.hash].join("|");
-        </script>""")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    address = f"file://{tmp_path}/page.html#0.m=4&0.schedule=zb&0.move=1"
-    done = subprocess.run(
-        [*command, f"--user-data-dir={tmp_path}", address],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    own = compare_step(Run(tmp_path / "pipeline2"))
-    predicted = f"{1e3 * own.predicted.seconds:.1f} ms, {100 * own.predicted.bubble:.1f} % bubble"
-    as_it_ran = f"As it ran: simulated {predicted}, measured 10000.0 ms, 36.8 % bubble."
-    moved = with_times([0.4, 0.6], [0.4, 0.6], [0.4, 0.6])
-    work = Work(moved, lambda _: 0.25, update=lambda _: 0.5)
-    expected = []
-    for name in ("zb", "gpipe"):
-        step = Simulator(find(name)(2, 4)).run(work)
-        numbers = f"{1e3 * step.seconds:.1f} ms, {100 * step.bubble:.1f} % bubble. {as_it_ran}"
-        chosen = f"{name}, 4 micro-batches, one layer moved from rank 0 to rank 1"
-        expected.append(f"{chosen}: {numbers}")
-    (title,) = re.findall("<title>(.*?)</title>", done.stdout)[:1]
-    # The run's own schedule is no choice, and not in the URL.
-    assert html.unescape(title).split("|") == [*expected, "#0.m=4&0.move=1"]
-    _, _, form = done.stdout.partition('<form class="what-if"')
-    drawn = re.findall("<svg.*?</svg>", form, re.DOTALL)[0]
-    actions = sum(map(len, find("gpipe")(2, 4)))
-    assert drawn.count("<rect") == actions + 2  # and two optimizers
+def test_a_browser_takes_the_step_of_a_run_apart(tmp_path: Path) -> None:
+    """As it ran; then under the schedule of the URL, with four micro-batches of half the time, and
+    a last rank that takes twice as long; and back, by a link."""
+    summary = json.loads((staged(tmp_path) / "summary.json").read_text())
+    folders = [tmp_path / "pipeline2", write_run(tmp_path, "other2", PIPELINE, **summary)]
+    report.main([*map(str, folders), "--output", str(tmp_path / "page.html")])
+    as_it_ran = Work(with_times([1, 1], [1, 1], [1, 1]), lambda _: 0.25)
+    slower = replace(as_it_ran, seconds=with_times([0.5, 1], [0.5, 1], [0.5, 1]))
+    with browser(tmp_path / "browser", "the page of a run") as window:
+        for place, name, m, work in (
+            ("#start=pipeline2", "gpipe", 2, as_it_ran),
+            ("#schedule=zb&m=4&last=2&start=other2", "zb", 4, slower),
+        ):
+            window.open(tmp_path / "page.html", place)
+            step = Simulator(find(name)(2, m)).run(work)
+            said = f"{name}, 2 ranks, {m} micro-batches: a step takes {1e3 * step.span:g} ms, and "
+            said += f"ranks are idle {100 * step.bubble:.1f} % of it."
+            assert window.text("#result") == said
+            assert window.js("location.hash") == place
+        window.click('a[href="#start=pipeline2"]')
+        window.until("location.hash === '#start=pipeline2'")
+        said = (
+            "Step 2 of this run took 9500.0 ms from the first action to the last, and ranks were "
+        )
+        assert window.text("#task") == f"{said}idle 36.8% of it."
+        assert window.errors == []
