@@ -3,7 +3,7 @@
 `torch.export` runs ``forward`` once, in Python, on tensors with shapes but without values. The
 trace holds for other sizes under conditions, which `Program.enter` checks: if ``forward``
 branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
-cannot be traced; the error names its line.
+cannot be traced: torch's error names its line.
 
 Not public: ``_guards_fn``, which checks the conditions of torch.export;
 ``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is; and
@@ -12,12 +12,8 @@ Not public: ``_guards_fn``, which checks the conditions of torch.export;
 
 from __future__ import annotations
 
-import contextlib
-import io
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +21,6 @@ import torch
 import torch.fx.experimental._config as symbols
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from runtime.meta import names_of
@@ -39,7 +34,9 @@ class Program:
         inputs, output: the nodes before and after them.
         tensors: the parameters, buffers and constants they use, with their names.
         starts: for each submodule, by name, the number of operators before its first call.
-        enter: of the first stage's input, the values of ``inputs``.
+        enter: of the first stage's input, the values of ``inputs``. Raises ValueError if it has
+            another structure than the example, AssertionError if its sizes, or values that are no
+            tensors, would have taken another way through ``forward``.
         leave: of the values of ``output``, what forward returns.
     """
 
@@ -70,7 +67,7 @@ class Program:
             for name, _ in node.meta.get("nn_module_stack", {}).values():
                 self.starts.setdefault(name.removeprefix("module."), k)
         self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
-        self.enter = _checked(pytree.tree_structure(example), traced._guards_fn)
+        self.enter = _enter(pytree.tree_structure(example), traced._guards_fn)
         self.leave: Callable[[Any], Any] = traced._out_spec.unflatten
 
     def uses(self, node: fx.Node) -> list[int]:
@@ -95,23 +92,13 @@ class Program:
         return {self.tensors[node][0]: self.uses(node) for node in nodes}
 
 
-def _checked(spec: pytree.TreeSpec, holds: Callable[..., object]) -> Callable[[Any], Sequence[Any]]:
-    """A function that flattens an input; ValueError unless it is like the example, and ``holds``,
-    the conditions of torch.export, says nothing against its sizes and other values."""
-
-    def enter(value: Any) -> Sequence[Any]:
-        try:
-            leaves = spec.flatten_up_to(value)  # the keys of a dict may be in another order
-            holds(*leaves)
-        except (ValueError, AssertionError) as error:
-            sizes = pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), value)
-            raise ValueError(
-                f"the trace does not hold for an input like {sizes} ({error}): give "
-                "example_inputs like it"
-            ) from None
+def _enter(spec: pytree.TreeSpec, check: Callable[..., object]) -> Callable[[Any], list[Any]]:
+    def enter(value: Any) -> list[Any]:
+        leaves = spec.flatten_up_to(value)  # the keys of a dict may be in another order
+        check(*leaves)
         return leaves
 
-    return enter
+    return enter  # a function is not copied with a stage
 
 
 class _AnyInput(nn.Module):
@@ -133,67 +120,27 @@ class _AnyInput(nn.Module):
         return output
 
 
-@contextlib.contextmanager
-def _only_operators() -> Iterator[None]:
-    """Inside, what a trace would lose raises ValueError: a backward that is code, and hooks."""
-
-    def refuse(what: str) -> Callable[..., Any]:
-        def call(*_: Any) -> Any:
-            raise ValueError(f"{what} would be lost: a trace holds only what forward computes")
-
-        return call
-
-    hook = refuse("a hook on a tensor")
-    with (
-        # which every `apply` calls, also one that was taken from its class before
-        patch.object(
-            torch.autograd.function, "_is_setup_context_defined",
-            refuse("the backward of a torch.autograd.Function"),
-        ),
-        patch.object(Tensor, "register_hook", hook),
-        patch.object(Tensor, "register_post_accumulate_grad_hook", hook),
-    ):  # fmt: skip
-        yield
+def _lost(*_: Any) -> Any:
+    raise ValueError(
+        "a trace holds only what forward computes: the backward of a torch.autograd.Function, or a "
+        "hook on a tensor, would be lost; cut the model by hand: nn.Sequential(*layers)"
+    )
 
 
 def _export(module: nn.Module, example: Any) -> Any:
-    """A trace for any sizes; ValueError names the line of user code that prevents it."""
+    """A trace for any sizes."""
     sizes = pytree.tree_map(  # symbols, unless forward fixes them
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
         example,
     )
-    try:
-        with (
-            symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-            contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph of a failure there
-            _only_operators(),
-        ):
-            program = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
-            return program.module()
-    except Exception as error:
-        raise ValueError(_why(error, module)) from error
-
-
-def _why(error: Exception, module: nn.Module) -> str:
-    """The message: where the trace fails, why, and what to do."""
-    outside = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_file()
-        and not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
-        and frame.filename != __file__
-    ]
-    where, line = type(module).__name__, ""
-    if outside:  # [-1]: the innermost
-        where, line = f"{outside[-1].filename}:{outside[-1].lineno}", f"`{outside[-1].line}` "
-    first = next(iter(str(error).strip().splitlines()), repr(error))
-    said = f"cannot be traced ({first}): change it"
-    if isinstance(error, GuardOnDataDependentSymNode):
-        said = (
-            "asks for the values of a tensor, and a trace has none. Keep it a tensor, as "
-            "torch.where(condition, a, b) does instead of an if"
-        )
-    return f"{where}: {line}{said}; or cut the model by hand: nn.Sequential(*layers)"
+    with (
+        symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        # which every `apply` calls, also one that was taken from its class before
+        patch.object(torch.autograd.function, "_is_setup_context_defined", _lost),
+        patch.object(Tensor, "register_hook", _lost),
+    ):
+        program = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
+        return program.module()
 
 
 def at_least_two(t: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ A stage holds the model's own parameters and buffers that its operators use, und
 shared parameter is on every stage that uses it, and the pipe adds up its gradients.
 
 Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
-are two traces, and ``stage.training`` chooses one: a whole stage is in one mode.
+are two traces, and ``stage.training`` chooses one. In that of the module's own mode each submodule
+has its mode, so that a part that is frozen stays as it is; in the other all have the other.
 
 Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
 the same operators as larger batches. Assumptions (the branch taken at ``if x.size(1) > 4``) are
@@ -73,46 +74,29 @@ def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.
         module: may be on the meta device, for a `ProcessPipe` with ``initialize``.
         example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
             arguments, or a dict of keyword arguments. Other values than tensors are fixed.
-        at: names of submodules: a stage begins at the first call of each.
+        at: names of submodules, in any order: a stage begins at the first call of each.
 
-    Raises ValueError if there is no such cut; if ``module`` cannot be traced, with the line of its
-    code, and a remedy; if only some of its submodules are in training mode; or if its backward is
-    more than the derivative of its operators: custom autograd functions, hooks.
+    Raises ValueError if there is no such submodule, or if the stages would not compute what
+    ``module`` does: custom autograd functions, hooks on the backward, a buffer that is written to
+    and used on several stages. Torch's own errors tell what else cannot be traced.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     example = pytree.tree_map_only(  # of tensors, only shapes and types count
         Tensor, lambda t: at_least_two(t.detach().to(device)).clone(), example_inputs
     )  # a clone has memory of its own for every element: the first operator may write to it
-    modes = [(m, m.training) for m in module.modules()]
-    _refuse_what_a_trace_loses(module)
+    for name, m in module.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise ValueError(f"{name} ({type(m).__name__}) has a hook on its backward: remove it")
+    modes, mode = [(m, m.training) for m in module.modules()], module.training
+    programs = {mode: Program(module, example, device)}
     try:
-        programs = {mode: Program(module.train(mode), example, device) for mode in (True, False)}
+        programs[not mode] = Program(module.train(not mode), example, device)
     finally:
-        for m, mode in modes:  # one by one: submodules may be in other modes
-            m.training = mode
+        for m, own in modes:  # one by one: submodules may be in other modes
+            m.training = own
     codes = {mode: _codes(program, at) for mode, program in programs.items()}
     stages = range(len(at) + 1)
-    return nn.Sequential(*(Traced({mode: codes[mode][s] for mode in codes}) for s in stages)).train(
-        module.training
-    )
-
-
-def _refuse_what_a_trace_loses(module: nn.Module) -> None:
-    words = {True: "training", False: "evaluation"}
-    for name, m in module.named_modules():
-        who = f"{name or 'the model'} ({type(m).__name__})"
-        if m._backward_hooks or m._backward_pre_hooks:
-            raise ValueError(
-                f"{who} has a hook on its backward, which would never run: the stages have its "
-                "operators, and no module to call. Remove the hook, or cut the model by hand: "
-                "nn.Sequential(*layers)"
-            )
-        if m.training is not module.training:
-            raise ValueError(
-                f"{who} is in {words[m.training]}, the model in {words[module.training]}: a stage "
-                f"has one mode. Call model.train({module.training}) first, or cut the model by "
-                "hand: nn.Sequential(*layers)"
-            )
+    return nn.Sequential(*(Traced({k: codes[k][s] for k in codes}) for s in stages)).train(mode)
 
 
 class _Code(NamedTuple):
@@ -178,18 +162,12 @@ def _code(program: Program, begin: int, end: int) -> _Code:
 
 def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
     """The code of all stages, in one mode."""
-    begins = [0]  # by stage, the number of operators before it
     for name in names:
         if name not in program.starts:
             # [2:]: after the wrapper and the whole module
             known = ", ".join(list(program.starts)[2:10])
             raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
-        if program.starts[name] <= begins[-1]:  # no operator lies between the two
-            raise ValueError(
-                f"at={list(names)}: nothing is left to compute before {name}; name the submodules "
-                "in the order in which forward calls them, and not the first of all"
-            )
-        begins.append(program.starts[name])
+    begins = sorted([0, *(program.starts[name] for name in names)])  # by stage
     for buffer, uses in program.written().items():
         if len({bisect(begins, k) for k in uses}) > 1:  # by operator: its stage, from 1
             raise ValueError(
