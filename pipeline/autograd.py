@@ -10,7 +10,6 @@ and a parameter on two stages gets the sum of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -38,9 +37,6 @@ def pipelined(
     """Run ``x``, in micro-batches of ``sizes``, through the stages. ``forward`` gets a list of all
     micro-batches, and replaces inputs by outputs."""
     batches = microbatch.split_batch(x, sizes)
-    if not torch.is_grad_enabled():
-        forward(batches)
-        return microbatch.join(batches)
     inputs = pytree.tree_leaves(batches)
     homes = [leaf.device if isinstance(leaf, Tensor) else None for leaf in inputs]
     batches = pytree.tree_map_only(  # out of the caller's graph: stages have their own
@@ -48,30 +44,34 @@ def pipelined(
     )
     forward(batches)
     outputs, spec = pytree.tree_flatten(batches)
-    call = _Call(backward, parameters, homes, len(sizes), Streams())
+    streams = Streams()  # of the forward
+
+    def differentiate(gradients: Sequence[Tensor | None], retain_graph: bool) -> list[Any]:
+        """The gradients of the inputs and of the parameters. Autograd's node frees this with the
+        caller's graph, and so the stages' graphs."""
+        leaves = len(gradients) // len(sizes)  # of an output
+        starts = range(0, len(gradients), leaves)
+        pieces = [list(gradients[start : start + leaves]) for start in starts]
+        with streams.resume():
+            sums = backward(pieces, retain_graph)  # pieces: now the inputs'
+            of_inputs = [  # a stage's is on the stage's device
+                None if dx is None or home is None else move(dx, home)
+                for dx, home in zip(chain.from_iterable(pieces), homes, strict=True)
+            ]
+        return [*of_inputs, *(sums.get(p) for p in parameters)]
+
     # the parameters are arguments, so that autograd asks for their gradients, too
-    results = _Pipelined.apply(call, outputs, *inputs, *parameters)
+    results = _Pipelined.apply(differentiate, outputs, *inputs, *parameters)
     return microbatch.join(pytree.tree_unflatten(results, spec))
-
-
-@dataclass
-class _Call:
-    """What the backward of one forward needs. It is freed with the caller's graph, and frees the
-    stages' graphs with it."""
-
-    run: Backward
-    parameters: Sequence[nn.Parameter]
-    homes: list[torch.device | None]  # of the leaves of all inputs
-    num_microbatches: int
-    streams: Streams  # of the forward
 
 
 class _Pipelined(torch.autograd.Function):
     """Autograd's node. The forward has run before the node is made."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, outputs: list[Any], *_: Any) -> tuple[Any, ...]:
-        ctx.call = call  # without the outputs, which will refer to this node: no cycle
+    def forward(ctx: Any, differentiate: Any, outputs: list[Any], *_: Any) -> tuple[Any, ...]:
+        # without the outputs, which will refer to this node: no cycle
+        ctx.differentiate = differentiate
         ctx.set_materialize_grads(False)  # None instead of zeros
         results = pytree.tree_map_only(Tensor, torch.detach, outputs)
         pairs = [(y, r) for y, r in zip(outputs, results, strict=True) if isinstance(y, Tensor)]
@@ -80,18 +80,8 @@ class _Pipelined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
         if torch.is_grad_enabled():  # the second derivatives would be silently wrong
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        leaves = len(gradients) // call.num_microbatches  # of an output
-        starts = range(0, len(gradients), leaves)
-        pieces = [list(gradients[start : start + leaves]) for start in starts]
-        with call.streams.resume():
-            sums = call.run(pieces, retain_graph)  # pieces: now the inputs'
-            of_inputs = [  # a stage's is on the stage's device
-                None if dx is None or home is None else move(dx, home)
-                for dx, home in zip(chain.from_iterable(pieces), call.homes, strict=True)
-            ]
-        of_parameters = [sums.get(p) for p in call.parameters]
-        return None, None, *of_inputs, *of_parameters  # None: for `call` and `outputs`
+        # None: for `differentiate` and `outputs`
+        return None, None, *ctx.differentiate(gradients, retain_graph)

@@ -16,7 +16,7 @@ channels are then in other processes, see process.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -59,17 +59,12 @@ class Channel:
         self._queue.put(None)
 
 
-def channels(stages: Iterable[int]) -> dict[int, Channel]:
-    """Channels within a process, by the stage above each."""
-    return {s: Channel() for s in stages}
-
-
 class Dataflow:
     """The stages of this process and the channels around them, for one run of a schedule.
 
     Args:
         up: activations into stage s, one more than stages.
-        down: gradients out of stage s, to stage s-1; no channel if nobody needs the gradient.
+        down: gradients out of stage s, to stage s-1; one more, too.
         retain_graph: keep the graphs after backward.
     """
 
@@ -87,19 +82,14 @@ class Dataflow:
         self._retain_graph = retain_graph
         self._stopped = False  # set by any thread
 
-    def run(self, actions: Sequence[Action]) -> int:
-        """The work of one worker; returns the most micro-batches it held at once, counted once for
-        each of its stages."""
-        stages = [self._stages[s] for s in sorted({action.stage for action in actions})]
-        peak = 0
+    def run(self, actions: Sequence[Action]) -> None:
+        """The work of one worker."""
         try:
             for action in actions:
                 if self._stopped:
                     raise Stopped
                 if action.kind is FORWARD:
                     self._forward(action)
-                    held = sum(stage.alive for stage in stages)
-                    peak = max(peak, held)  # only forwards add to it
                 elif action.kind is BACKWARD_WEIGHT:
                     self._backward_weight(action)
                 else:
@@ -107,7 +97,6 @@ class Dataflow:
         except BaseException:
             self.stop()  # wakes those that wait for this worker
             raise
-        return peak
 
     def stop(self) -> None:
         self._stopped = True  # for workers that compute now
@@ -133,8 +122,7 @@ class Dataflow:
                 result = stage.backward(i, gradients, self._retain_graph)
             else:
                 result = stage.backward_input(i, gradients)
-        if s in self.down:  # else nobody needs the input's gradient
-            self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
+        self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
 
     def _backward_weight(self, action: Action) -> None:
         with self._noted(action), _no_autocast():

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph
+from runtime.guards import tensors_of
+
+from .stage import Stage
 
 
 class WithDevice(nn.Module):
@@ -45,8 +47,7 @@ class WithDevice(nn.Module):
 
 def _retrieve_device(module: nn.Module) -> torch.device | None:
     """The one device of all parameters and buffers; None if there are none."""
-    tensors = [*module.parameters(), *module.buffers()]
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    devices = [*{t.device: None for t in (*module.parameters(), *module.buffers())}]
     if len(devices) > 1:
         raise ValueError(
             f"{type(module).__name__} has parameters on {' and '.join(map(str, devices))}: a layer "
@@ -63,15 +64,13 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
     GPU is moved there.
     """
     layers = [(layer, _placed(layer, device)) for layer, device in flatten(modules)]
-    if not layers:
-        raise ValueError("the module is empty: give an nn.Sequential of at least one layer")
-    current = next((device for _, device in layers if device is not None), torch.device("cpu"))
-    partitions: list[list[nn.Module]] = [[]]
-    devices = [current]
+    first = next((device for _, device in layers if device is not None), torch.device("cpu"))
+    partitions: list[list[nn.Module]] = []
+    devices: list[torch.device] = []
     for layer, device in layers:
-        if device is not None and device != devices[-1]:  # a new partition
+        if not devices or device not in (None, devices[-1]):  # a new partition
             partitions.append([])
-            devices.append(device)
+            devices.append(device or first)
         partitions[-1].append(layer)
     return nn.ModuleList(nn.Sequential(*layers) for layers in partitions), devices
 
@@ -79,11 +78,11 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
     """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
     flattened. ValueError unless the sizes add up to the layers."""
-    parts = _groups(list(modules), sizes)
-    return [nn.Sequential(*(layer for layer, _ in flatten(nn.Sequential(*p)))) for p in parts]
+    parts = [flatten(nn.Sequential(*part)) for part in groups([*modules], sizes)]
+    return [nn.Sequential(*(layer for layer, _ in part)) for part in parts]
 
 
-def _groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
+def groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
     """The next ``sizes[s]`` layers for each stage s."""
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
         raise ValueError(
@@ -100,11 +99,6 @@ def flatten(
 
     Every runtime numbers the layers this way; the number of a layer seeds its dropout.
     """
-    if not isinstance(modules, nn.Sequential):
-        raise TypeError(
-            f"a pipeline is cut from an nn.Sequential, not from {type(modules).__name__}: "
-            "give nn.Sequential(*layers)"
-        )
     for layer in modules:  # not named_children(), which skips a repeated layer
         device = inherited
         while isinstance(layer, WithDevice):
@@ -173,27 +167,27 @@ def measure_costs(
     for _ in range(1 + 3):  # over all layers: a short disturbance spoils one round of a few
         value, times = sample, []
         for k, layer in enumerate(layers):
-            start = time.perf_counter()
-            value = _forward_backward(layer, value, loss_fn if k + 1 == len(layers) else None)
-            times.append(time.perf_counter() - start)
+            is_last = k + 1 == len(layers)
+            value, seconds = _forward_backward(layer, value, loss_fn if is_last else None)
+            times.append(seconds)
         rounds.append(times)
     return [min(times) for times in zip(*rounds[1:], strict=True)]  # without the warm-up
 
 
-def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
-    """One forward and backward; returns the detached output, the next layer's input."""
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    device = [*parameters, *tensors][0].device
-    graph = Graph(device)
+def _forward_backward(
+    layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None
+) -> tuple[Any, float]:
+    """One forward and backward, as a stage runs them; returns the detached output, the next layer's
+    input, and the seconds."""
+    device = next(t.device for t in (*layer.parameters(), *tensors_of(value)))
+    start = time.perf_counter()
+    stage = Stage(1, nn.Sequential(layer), device)
+    if loss_fn is not None:
+        stage.tail = lambda _, output: loss_fn(output)
     with torch.enable_grad():
-        output = graph.record(
-            value, lambda x: layer(x) if loss_fn is None else loss_fn(layer(x)), is_first=False
-        )
+        output = stage.forward(0, value)
     ends = pytree.tree_leaves(output)
-    graph.differentiate(
-        parameters, [torch.ones_like(t) if isinstance(t, Tensor) else None for t in ends]
-    )
+    stage.backward(0, [torch.ones_like(t) if isinstance(t, Tensor) else None for t in ends])
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return output
+    return output, time.perf_counter() - start

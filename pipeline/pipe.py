@@ -28,31 +28,31 @@ Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise, product
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
-from runtime.randomness import OfThread, StepSeed
+from runtime.randomness import OfThread, gpu_restored, step_seed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .executor import Channel, Dataflow, channels
+from .executor import Channel, Dataflow
 from .partition import _split_module, holders
 from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
 from .step import SUMMED_BY_STAGES, Losses, LossFunction, hand_over, new_stages
-from .streams import Copier, CopyingChannel
-from .worker import Crew, Queue
+from .streams import channel_between
+from .worker import Crew
 
 T = TypeVar("T")
 _clock_cycles = clock_cycles  # the course's name
@@ -66,8 +66,7 @@ class Pipe(nn.Module):
     ``recompute``: a mode of runtime/recompute.py.
     ``sizes``: layers per stage; by default a stage ends where the device changes. With ``sizes`` a
     device may have several stages (chunks), for the schedules of chunks.py.
-    ``peak_alive``: after a step, the most micro-batches whose activations each worker held,
-    counted once for each of its stages.
+    ``in_queues``, ``out_queues``: by partition, the tasks for its worker, and its answers.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class Pipe(nn.Module):
         sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        microbatch.sizes_by_split(1, split_size)  # raises if it is not positive
-        self.split_size = int(split_size)
+        self.split_size = split_size
         self.recorder = recorder
         self.recompute = recompute
         self.replicas = dict(replicas or {})
@@ -90,32 +88,13 @@ class Pipe(nn.Module):
         else:
             self.partitions, self.devices = split_by_sizes(module, sizes)
         self._uncalled = [*holders(module), *self.partitions]
-        self.peak_alive: list[int] = []
         self._crew = Crew(self.devices)
-        self._copiers: dict[tuple[torch.device, torch.device], Copier] = {}
+        self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages on one device share a worker: by stage, the first stage with the same worker.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
         workers = list(dict.fromkeys(self._workers))
         # As schedules count them. Without sizes: a rank per stage, even where a device has several.
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
-
-    @property
-    def in_queues(self) -> list[Queue]:
-        """By partition, the tasks for its worker."""
-        return self._crew.in_queues
-
-    @property
-    def out_queues(self) -> list[Queue]:
-        """By partition, its worker's answers."""
-        return self._crew.out_queues
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a file has: all but the workers, which it starts for itself."""
-        return {**self.__dict__, "_crew": None, "_copiers": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._crew = Crew(self.devices)
 
     def close(self) -> None:
         """End the worker threads. Garbage collection does so too."""
@@ -154,7 +133,7 @@ class Pipe(nn.Module):
         with self._crew.alone():
             for stage in stages:
                 stage.take_gradients()  # drop what a failed backward left
-            down = self._down(range(n + 1))  # from the output's gradient to the input's
+            down = self._channels(-1)  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
             flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
@@ -174,65 +153,48 @@ class Pipe(nn.Module):
         ``schedule`` may be one clock, whose pairs run at the same time, or all clocks of a forward
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
         with it: nobody waits for the end of a clock. ``stages``: of `forward`; on its own it makes
-        some, and leaves outputs on their partition's device.
+        some. Outputs are where the next partition takes them.
         """
-        n = len(self.devices)
-        up = self._up(range(n + 1)) if stages else channels(range(n + 1))
-        stages = stages or self._new_stages()
+        stages, up = stages or self._new_stages(), self._channels(1)
+        for i, j in dict(reversed(schedule)).items():  # the first partition of each micro-batch
+            up[j].put(i, batches[i])
+            batches[i] = None  # this list does not keep the input alive
         flow = Dataflow(stages, up, {}, self.recorder)
-        reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
-        for i, j in schedule:
-            if i not in reached:
-                flow.up[j].put(i, batches[i])
-                batches[i] = None  # this list does not keep the input alive
-            elif j != reached[i] + 1:
-                raise ValueError(
-                    f"partition {j} for micro-batch {i} comes after partition {reached[i]}: "
-                    f"a micro-batch goes from each partition to the next, here {reached[i] + 1}"
-                )
-            reached[i] = j
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
-        for i, j in reached.items():
-            batches[i] = flow.up[j + 1].get(i)  # here already: _run_flow has waited
+        for i, j in dict(schedule).items():  # its last
+            batches[i] = up[j + 1].get(i)  # here already: _run_flow has waited
 
-    def _up(self, stages: Iterable[int]) -> dict[int, Channel]:
-        """Channels for activations into these stages."""
-        return {s: self._channel(s - 1, s) for s in stages}
-
-    def _down(self, stages: Iterable[int]) -> dict[int, Channel]:
-        """Channels for gradients out of these stages."""
-        return {s: self._channel(s, s - 1) for s in stages}
-
-    def _channel(self, source: int, target: int) -> Channel:
-        """Between two stages. It copies if they are on two GPUs, and neither is the caller."""
-        if not {source, target} <= {*range(len(self.devices))}:
-            return Channel()
-        ends = memory_of(self.devices[source]), memory_of(self.devices[target])
-        if ends[0] == ends[1] or any(end.type != "cuda" for end in ends):
-            return Channel()
-        if ends not in self._copiers:  # one per pair of devices
-            self._copiers[ends] = Copier(*ends)
-        return CopyingChannel(self._copiers[ends])
+    def _channels(self, direction: int) -> dict[int, Channel]:
+        """For all boundaries, by the stage above: activations go up (1), gradients down (-1)."""
+        memories = [memory_of(device) for device in self.devices]
+        inner = [channel_between(*ends[::direction]) for ends in pairwise(memories)]
+        return dict(enumerate([Channel(), *inner, Channel()]))
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
-        """The pairs of all clocks, in order. ValueError unless each appears once."""
+        """The pairs of all clocks, in order. ValueError unless each micro-batch passes through all
+        partitions once, from the first to the last."""
         n = len(self.partitions)
         pairs = [pair for clock in _clock_cycles(num_batches, n) for pair in clock]
-        if sorted(pairs) != [(i, j) for i in range(num_batches) for j in range(n)]:
+        # sorted by micro-batch alone: the order of its partitions stays
+        if sorted(pairs, key=lambda pair: pair[0]) != [*product(range(num_batches), range(n))]:
             raise ValueError(
                 f"_clock_cycles({num_batches}, {n}) yields {pairs}: each of {num_batches} "
-                f"micro-batches must be on each of {n} partitions once"
+                f"micro-batches must be on each of {n} partitions once, in their order"
             )
         return pairs
 
-    def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> list[int]:
-        """Each worker does the actions of its stages, in this order; returns, by worker, the most
-        micro-batches it held."""
+    def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> None:
+        """Each worker does the actions of its stages, in this order."""
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
-        jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
-        return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
+
+        def run(s: int) -> None:
+            with gpu_restored(self.devices[s]):
+                flow.run(by_worker[s])
+
+        jobs = {s: partial(run, s) for s in sorted(by_worker)}
+        self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def train_step(
         self,
@@ -249,38 +211,30 @@ class Pipe(nn.Module):
         *sum* over it; the loss is ``scale`` times all sums. ``scale=1 / number_of_tokens`` gives
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
         ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
-        again. If a stage raises, no ``.grad`` changes. x may have a graph, into which its gradient
-        goes on. ``scale`` may not require a gradient, and no parameter may have a hook on its own.
+        again. If a stage raises, no ``.grad`` changes. Neither x nor ``scale`` may require a
+        gradient, and no parameter may have a hook on its own.
         """
         if num_microbatches is None:
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
         else:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut_batch(x, target, sizes)  # one each per micro-batch
+        refuse_gradient(inputs, "the input", "call pipe(x), which is differentiated by it")
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
-        leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
-        trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([self])
         refuse_gradient_hooks(self.named_parameters(), SUMMED_BY_STAGES)
         with self._crew.alone():
             stages = self._new_stages(len(inputs))
             losses, n = Losses(stages[-1], loss_fn, targets, scale), len(stages)
-            first = 0 if any(trained) else 1  # the first stage that hands on its input's gradient
-            up, down = self._up(range(n)), self._down(range(first, n))
+            up, down = self._channels(1) | {n: losses}, self._channels(-1) | {n: losses}
             for i, value in enumerate(inputs):
                 up[0].put(i, value)  # all at once: the channel holds them
-            flow = Dataflow(stages, {**up, n: losses}, {**down, n: losses}, self.recorder)
-            _, by_clock = validated(schedule, tuple(self._ranks), len(targets))  # of all ranks
+            _, by_clock = validated(schedule, tuple(self._ranks), len(inputs))  # of all ranks
             with torch.enable_grad():
-                self.peak_alive = self._run_flow(flow, by_clock)
-                loss = losses.total()
+                self._run_flow(Dataflow(stages, up, down, self.recorder), by_clock)
             for of_stage in gradients_by_stage(stages, self.replicas):
                 hand_over(of_stage)
-            if any(trained):  # on into the caller's graph
-                gradients = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
-                pairs = [(x, dx) for x, dx in zip(leaves, gradients, strict=True) if dx is not None]
-                torch.autograd.backward([x for x, _ in pairs], [dx.to(x.device) for x, dx in pairs])
-            return loss
+            return losses.total()
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
         """``function(s)`` for every stage s on its worker, in parallel; for optimizer steps."""
@@ -300,7 +254,7 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
-        seed = StepSeed()  # one for all stages
+        seed = step_seed()
         return new_stages(
             parts, dict(enumerate(self.devices)), lambda device: OfThread(device, seed),
             self._uncalled, recompute=self.recompute, num_microbatches=num_microbatches,

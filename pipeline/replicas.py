@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime.graph import Gradients, memory_of
 
-from .partition import WithDevice, _groups, _split_module
+from .partition import WithDevice, _split_module, groups, split_into
 from .stage import Stage
 
 Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
@@ -23,17 +23,10 @@ Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
 def split_by_sizes(
     modules: nn.Sequential, sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, list[torch.device]]:
-    """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
-    partitions, devices = nn.ModuleList(), []
-    for s, part in enumerate(_groups(list(modules), sizes)):
-        stage, on = _split_module(nn.Sequential(*part))
-        if len(on) > 1:
-            raise ValueError(
-                f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
-            )
-        partitions += stage
-        devices += on
-    return partitions, devices
+    """Like `_split_module`, but cut by ``sizes`` like `split_into`; a stage is on the device of its
+    first layer."""
+    parts = [_split_module(nn.Sequential(*part)) for part in groups([*modules], sizes)]
+    return nn.ModuleList(split_into(modules, sizes)), [devices[0] for _, devices in parts]
 
 
 def place_layers(
@@ -47,7 +40,7 @@ def place_layers(
     home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
     placed: list[nn.Module] = []
-    for stage, name in zip(_groups(layers, sizes), devices, strict=True):
+    for stage, name in zip(groups(layers, sizes), devices, strict=True):
         device = torch.device(name)  # may be logical: cpu:1
         physical = memory_of(device)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage

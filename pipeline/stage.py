@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from runtime.graph import Gradients, Graph, memory_of
 from runtime.guards import ForeignLeaves, buffers_unchanged, refuse_shared_memory
 from runtime.linear import WeightsLater, let_weights_wait
-from runtime.randomness import OfProcess, OfThread, StepSeed
+from runtime.randomness import OfProcess, OfThread
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 
@@ -70,14 +70,13 @@ class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
     Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
-    behind. ``alive`` is the number of micro-batches whose activations are held. ``tail``, on the
-    last stage the loss, is called with a micro-batch's number and its output; it runs after the
-    layers, in the last layer's graph.
+    behind. ``tail``, on the last stage the loss, is called with a micro-batch's number and its
+    output; it runs after the layers, in the last layer's graph.
 
     Args:
         index: of the stage.
         device: may be logical, e.g. cpu:1.
-        randomness: of the layers' draws; by default a thread's, with a seed of its own.
+        randomness: of the layers' draws; by default a thread's.
         first_layer: the number of layers on the stages before.
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
@@ -107,7 +106,7 @@ class Stage:
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
-        self._randomness = randomness or OfThread(device, StepSeed())
+        self._randomness = randomness or OfThread(device, 0)
         let_weights_wait(module)
         self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
         self._recompute = recompute
@@ -117,10 +116,6 @@ class Stage:
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
         uses = Counter(p for part in self._parts for p in part.parameters)  # parts that use it
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
-
-    @property
-    def alive(self) -> int:
-        return len(self._kept)
 
     def forward(self, i: int, value: Any) -> Any:
         """Run micro-batch i; return its output, detached, with the same ``requires_grad``.

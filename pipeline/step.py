@@ -18,6 +18,7 @@ from runtime.graph import Gradients, move
 from runtime.guards import refuse_hooks
 from runtime.randomness import OfProcess, OfThread
 
+from .executor import Channel
 from .stage import Stage
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -56,7 +57,7 @@ def new_stages(
     return stages
 
 
-class Losses:
+class Losses(Channel):
     """The far end of both channels: the losses arrive here, and their gradients leave.
 
     The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
@@ -66,55 +67,42 @@ class Losses:
     def __init__(
         self, stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
     ) -> None:
+        super().__init__()
         # The targets are the caller's, perhaps on another device than the outputs. All are moved
         # before anything is launched that a copy could wait for.
         to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, stage.memory))
         self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
         self._scale = to_outputs(scale)
-        self._values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
+        self._losses: dict[int, Tensor] = {}
         stage.tail = self.of
 
     def of(self, i: int, output: Any) -> Tensor:
         """The `Stage.tail` of the last stage."""
         loss = self._loss_fn(output, self._targets[i])
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
-            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        if loss.dim() > 0:
             raise ValueError(
-                f"loss_fn returned {kind}: one number, the sum over its micro-batch, is needed, "
-                "e.g. cross_entropy(output, target, reduction='sum')"
+                f"loss_fn returned {tuple(loss.shape)}: one number, the sum over its micro-batch, "
+                "is needed, e.g. cross_entropy(output, target, reduction='sum')"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
-            output_has_graph = any(
-                isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)
-            )
-            why = "loss_fn detaches the output, or computes outside torch"
-            if not output_has_graph:
-                why = (
-                    "the output of the last layer does not either. Every parameter is frozen, or a "
-                    "layer detaches what it returns, as checkpoint(use_reentrant=True) does if its "
-                    "input requires no grad: take use_reentrant=False"
-                )
             raise RuntimeError(
-                f"the loss does not depend on anything that requires grad: {why}. To compute only "
-                "the loss, call loss_fn(pipe(x), target)"
+                "the loss does not depend on anything that requires grad: every parameter is "
+                "frozen, or a layer or loss_fn detaches its output, as "
+                "checkpoint(use_reentrant=True) does if its input requires no grad. To compute "
+                "only the loss, call loss_fn(pipe(x), target)"
             )
         return loss
 
     def put(self, i: int, loss: Tensor) -> None:
-        self._values[i] = loss
+        self._losses[i] = loss
 
     def get(self, i: int) -> list[Tensor | None]:
-        """The gradient with which the last stage's backward starts."""
-        loss = self._values[i]
-        assert loss is not None  # its forward came before, see schedule.validate
-        return [torch.ones_like(loss) * self._scale]  # of scale times the loss
-
-    def stop(self) -> None:
-        """Does nothing: nobody waits here."""
+        """The gradient with which the last stage's backward starts: of scale times the loss."""
+        return [torch.ones_like(self._losses[i]) * self._scale]
 
     def total(self) -> Tensor:
         """``scale`` times the losses, added in the order of the micro-batches."""
-        losses = [loss.detach() for loss in self._values if loss is not None]
+        losses = [loss.detach() for _, loss in sorted(self._losses.items())]
         return torch.stack(losses).sum() * self._scale
 
 

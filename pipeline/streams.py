@@ -7,14 +7,14 @@ streams of all devices. Work on one stream runs in launch order, so no event is 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
 nodes do. They first wait for that thread's current streams, which in the end wait for them.
 
-What a stage hands to another GPU goes through a `CopyingChannel`: a `Copier` copies it, on a
-stream of each end. On compute streams a copy would wait for all that its receiver has launched, and
+What a stage hands to another GPU goes through a `CopyingChannel`, which copies it on a stream of
+each end. On compute streams a copy would wait for all that its receiver has launched, and
 what its sender launches next would wait for the copy. Activations and gradients go in opposite
-directions, over two copiers. (To and from the CPU, stages copy themselves.) The method is
+directions, on two pairs of streams. (To and from the CPU, stages copy themselves.) The method is
 torchgpipe's (Kim et al., 2020):
 
     sender's compute      F0 ─┐ F1 ─┐ F2 ─┐            ┐ the copy waits for the event of its F alone
-    copier                    └ c0 ┐└ c1 ┐└ c2 ┐
+    copies                    └ c0 ┐└ c1 ┐└ c2 ┐
     receiver's compute             └ F0   └ F1  └ F2   ┘ and is waited for by the next F alone
 """
 
@@ -22,11 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, cuda
 from torch.utils import _pytree as pytree
+
+from runtime.guards import tensors_of
 
 from .executor import Channel
 
@@ -66,30 +69,38 @@ class Streams:
                 own.wait_stream(other)  # the GPU waits, not this thread
 
 
-class Copier:
-    """Copies values from one GPU to another. One thread sends and one receives. The streams, one on
-    each, last as long as the copier."""
+def channel_between(source: torch.device, target: torch.device) -> Channel:
+    """For stages whose tensors are in these memories. It copies if they are two GPUs."""
+    copies = source != target and source.type == target.type == "cuda"
+    return CopyingChannel(source, target) if copies else Channel()
+
+
+@cache  # torch has few streams, and its allocator keeps memory for each
+def _copying_streams(source: torch.device, target: torch.device) -> tuple[cuda.Stream, cuda.Stream]:
+    """The streams of all copies from one GPU to another."""
+    return cuda.Stream(source), cuda.Stream(target)
+
+
+class CopyingChannel(Channel):
+    """A channel from one GPU to another. One thread puts and one gets."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
+        super().__init__()
         self._source, self._target = source, target
-        self._streams = cuda.Stream(source), cuda.Stream(target)
+        self._streams = _copying_streams(source, target)
 
-    def send(self, value: Any) -> tuple[Any, cuda.Event | None]:
-        """Launch the copy of ``value`` after what the current stream has been given so far; return
-        the copy, and the event after which it is there. Tensors keep ``requires_grad``, and one at
-        two places stays one.
-        """
-        leaves, spec = pytree.tree_flatten(value)
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        strided = all(t.layout == torch.strided for t in tensors.values())
-        if not tensors or not strided:
-            return value, None
+    def put(self, i: int, value: Any) -> None:
+        """Launch the copy of ``value`` after what the current stream has been given so far. Tensors
+        keep ``requires_grad``, and one at two places stays one."""
+        copies: dict[int, Tensor] = {}  # by id
         self._streams[0].wait_stream(cuda.current_stream(self._source))
         with cuda.stream(self._streams[0]), cuda.stream(self._streams[1]):  # a copy uses both
-            copies = {key: self._copy(t) for key, t in tensors.items()}
+            for t in tensors_of(value):
+                if id(t) not in copies:
+                    copies[id(t)] = self._copy(t)
             arrived = self._streams[1].record_event()
-        moved = [copies.get(id(leaf), leaf) for leaf in leaves]
-        return pytree.tree_unflatten(moved, spec), arrived
+        moved = pytree.tree_map_only(Tensor, lambda t: copies[id(t)], value)
+        super().put(i, (moved, arrived))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().to(self._target, non_blocking=True)
@@ -98,31 +109,14 @@ class Copier:
         tensor.record_stream(self._streams[0])
         return copy.requires_grad_(tensor.requires_grad)
 
-    def receive(self, value: Any, arrived: cuda.Event) -> None:
-        """Let the current stream wait for a copy."""
+    def get(self, i: int) -> Any:
+        """Wait for micro-batch i, as the receiver's current stream does for its copy."""
+        value, arrived = super().get(i)
         stream = cuda.current_stream(self._target)
         stream.wait_event(arrived)
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                # Its memory belongs to the copier's stream, on which the next copy could take it as
-                # soon as it is freed here, where that only means: launched. Now it will wait for
-                # what this stream has been given by then.
-                leaf.record_stream(stream)
-
-
-class CopyingChannel(Channel):
-    """A channel to another GPU, over its copier."""
-
-    def __init__(self, copier: Copier) -> None:
-        super().__init__()
-        self._copier = copier
-
-    def put(self, i: int, value: Any) -> None:
-        super().put(i, self._copier.send(value))
-
-    def get(self, i: int) -> Any:
-        """Wait for micro-batch i, as the receiver's device does for its copy."""
-        value, arrived = super().get(i)
-        if arrived is not None:
-            self._copier.receive(value, arrived)
+        for tensor in tensors_of(value):
+            # Its memory belongs to the stream of copies, on which the next one could take it as
+            # soon as it is freed here, where that only means: launched. Now it will wait for what
+            # this stream has been given by then.
+            tensor.record_stream(stream)
         return value

@@ -28,6 +28,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -50,70 +51,49 @@ class Queue(SimpleQueue[Any]):
     thread: threading.Thread
 
 
-class Context:
-    """The thread-local state of the creating thread, for another thread to enter."""
+class Task:
+    """A function to run on a worker, under the thread-local state of its creator."""
 
-    def __init__(self) -> None:
-        self.grad_enabled = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = Autocast()
-        self.streams = Streams()
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        _refuse_modes()
+        self._compute = compute
+        self._grad_enabled = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = Autocast()
+        self._streams = Streams()
         default = torch.get_default_device()
-        self.default_device = None if default.type == "cpu" else default
-        self.saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._refuse_what_cannot_be_carried()
+        self._default_device = None if default.type == "cpu" else default
+        self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def _refuse_what_cannot_be_carried(self) -> None:
-        modes: list[Any] = [
-            *_get_current_function_mode_stack(),
-            *_get_current_dispatch_mode_stack(),
-        ]
-        names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-        transform = torch._C._functorch.peek_interpreter_stack()
-        names += [] if transform is None else [f"torch.func's {transform.key().name.lower()}"]
-        if names:
-            raise RuntimeError(
-                f"{names[-1]} is active in this thread, and would not see what the workers of a "
-                "Pipe compute: enter it inside a layer, or use the plain Sequential under it"
-            )
-        pack = self.saved_tensors_hooks and self.saved_tensors_hooks[0]
-        if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
-            raise RuntimeError(
-                "torch.utils.checkpoint around a Pipe would have to run the Pipe inside its own "
-                "backward: make the Pipe with recompute='always', or checkpoint inside its layers"
-            )
-
-    @contextlib.contextmanager
-    def enter(self) -> Iterator[None]:
+    def compute(self) -> Any:
+        """Run it; called on the worker's thread."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))  # changes grad mode, too
+            stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
             # Autograd runs a GPU's backward on its thread of that GPU. That of a Pipe, too, which
             # waits there for the workers. A worker's own backward would wait for the same thread,
             # for ever: so it stays on the worker. Ranks need none of this: where one starts a
             # backward inside another, both are on one thread, and autograd nests them.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self.inference:  # first, because it changes grad mode
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            stack.enter_context(self.autocast.entered())
-            if self.default_device is not None:
-                stack.enter_context(self.default_device)
-            if self.saved_tensors_hooks is not None:
-                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+            stack.enter_context(self._autocast.entered())
+            if self._default_device is not None:
+                stack.enter_context(self._default_device)
+            if self._saved_tensors_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks)
                 stack.enter_context(hooks)
-            stack.enter_context(self.streams.enter())
-            yield
-
-
-class Task:
-    """A function to run on a worker, under its creator's `Context`."""
-
-    def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
-        self._compute = compute
-        self._context = context or Context()
-
-    def compute(self) -> Any:
-        with self._context.enter():  # on the worker's thread
+            stack.enter_context(self._streams.enter())
             return self._compute()
+
+
+def _refuse_modes() -> None:
+    """RuntimeError if a mode is active that would see nothing of what workers compute."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if names:
+        raise RuntimeError(
+            f"{names[-1]} is active in this thread, and would not see what the workers of a "
+            "Pipe compute: enter it inside a layer, or use the plain Sequential under it"
+        )
 
 
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
@@ -149,72 +129,57 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
     queues: dict[torch.device, tuple[Queue, Queue]] = {}  # in, out
     for device in dict.fromkeys(names):
         in_queue, out_queue = queues[device] = Queue(), Queue()
-        up = threading.Event()
-        share = (cpus.index(device), len(cpus)) if device in cpus else None  # (k, n)
-        arguments = (in_queue, out_queue, device, share, up)
-        thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
+        thread = threading.Thread(
+            target=worker, args=(in_queue, out_queue, device), name=f"pipe-{device}", daemon=True
+        )
         in_queue.thread = out_queue.thread = thread
         thread.start()
-        up.wait()  # one at a time: each sets the default
+        if device in cpus:
+            in_queue.put(Task(partial(_take_cores, cpus.index(device), len(cpus))))
+            out_queue.get()  # one at a time: each sets the default
     torch.set_num_threads(callers_threads)  # the last worker's count is the default now
     return [queues[name][0] for name in names], [queues[name][1] for name in names]
 
 
-def _run(
-    in_queue: Queue,
-    out_queue: Queue,
-    device: torch.device,
-    share: tuple[int, int] | None,
-    up: threading.Event,
-) -> None:
-    """The body of a worker thread; on a CPU its ``share`` (k, n) is the k-th of n slices."""
-    if share is not None:
-        cores = core_slice(*share)
-        if cores:
-            pin(cores)
-        torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
-        # This also sets the default that a thread takes at its first use. So use it now, before
-        # `create_workers` restores the caller's own count.
-        torch.get_num_threads()
-    up.set()
-    worker(in_queue, out_queue, device)
+def _take_cores(k: int, n: int) -> None:
+    """Bind this thread to the k-th of n slices of the cores."""
+    cores = core_slice(k, n)
+    if cores:
+        pin(cores)
+    torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // n))
+    # This also sets the default that a thread takes at its first use. So use it now, before
+    # `create_workers` restores the caller's own count.
+    torch.get_num_threads()
 
 
 class Crew:
     """One worker thread per distinct device. ``close`` or garbage collection ends them."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = list(devices)
-        self.closed = False
         self._calls = threading.RLock()  # held by the thread whose call is running
-        self.in_queues, self.out_queues = create_workers(self.devices)
+        self.in_queues, self.out_queues = create_workers(devices)
         queues = list(dict.fromkeys(self.in_queues))  # each once
-        self.threads = [queue.thread for queue in queues]
-        # its arguments must not refer to self, which would never be collected
-        self._end = weakref.finalize(self, _end_all, queues)
-
-    def close(self) -> None:
-        """End the threads. A closed crew runs nothing more."""
-        self.closed = True
-        self._end()
+        self._threads = [queue.thread for queue in queues]
+        # Ends the threads. Its arguments must not refer to self, which would never be collected.
+        self.close = weakref.finalize(self, _end_all, queues)
 
     def run(
         self, jobs: Mapping[int, Callable[[], Any]], stop: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Run each function on the worker of its stage, in parallel, under this thread's `Context`;
+        """Run each function on the worker of its stage, in parallel, as a `Task` of this thread;
         return the results in order.
 
         Raises the error of the first that fails, with its traceback, after all have ended.
         """
-        context = Context()
+        tasks = {s: Task(job) for s, job in jobs.items()}
         with self.alone():
-            if self.closed:
+            if not self.close.alive:
                 raise RuntimeError(
                     "the Pipe is closed, by close() or since a call was interrupted: make a new one"
                 )
             try:
-                for s, job in jobs.items():  # all start before the first answer is awaited
-                    self.in_queues[s].put(Task(job, context))
+                for s, task in tasks.items():  # all start before the first answer is awaited
+                    self.in_queues[s].put(task)
                 # of two jobs of one worker, the first is answered first
                 answers = [self._answer(s) for s in jobs]
             except BaseException:  # Ctrl-C here, or a worker is gone
@@ -231,26 +196,25 @@ class Crew:
 
     def _answer(self, s: int) -> tuple[bool, Any]:
         """The next answer of stage s. RuntimeError if any worker is gone: s may wait for it."""
-        while all(thread.is_alive() for thread in self.threads):
+        while all(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(Empty):
                 answer: tuple[bool, Any] = self.out_queues[s].get(timeout=1.0)
                 if answer != (False, None):  # not a worker's last words
                     return answer
-        raise RuntimeError("a None in its queue ended a worker, and with it the Pipe is closed")
+        raise RuntimeError(
+            "a worker of the Pipe is gone: a None in its queue ended it, or this is a fork of the "
+            "process that made the Pipe"
+        )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Only one thread may be inside. For others it raises at once: the call inside could be
         waiting for a thread that waits here."""
-        if threading.current_thread() in self.threads:
-            raise RuntimeError(
-                "a worker of the Pipe cannot wait for the workers: call the Pipe from outside its "
-                "layers, hooks and run_on_stages"
-            )
         if not self._calls.acquire(blocking=False):
             raise RuntimeError(
-                "another call of this Pipe is running in another thread: a Pipe runs one call at "
-                "a time, so share a threading.Lock around its calls, or make a Pipe per thread"
+                "another call of this Pipe is running: a Pipe runs one call at a time, and its "
+                "layers, hooks and run_on_stages may not call it. Share a threading.Lock around "
+                "the calls of several threads, or make a Pipe per thread"
             )
         try:
             yield

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import microbatch
-from pipeline.executor import Channel, Dataflow, channels
+from pipeline.executor import Channel, Dataflow
 from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
@@ -52,7 +52,7 @@ from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_ov
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
-from runtime.randomness import OfProcess, StepSeed
+from runtime.randomness import OfProcess, step_seed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 
@@ -188,7 +188,7 @@ class ProcessPipe:
                 recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver,
                 held_back={*tied.values()},
             )  # fmt: skip
-            end: Losses | Channel = Channel()
+            end: Channel = Channel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
             self._run(stages, inputs, lists, end)
@@ -268,8 +268,7 @@ class ProcessPipe:
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; ``how``: other arguments of `Stage`."""
-        # drawn even if no layer draws, so that all ranks draw equally often
-        seed = StepSeed().get()
+        seed = step_seed()
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
@@ -279,15 +278,15 @@ class ProcessPipe:
         )  # fmt: skip
 
     def _run(
-        self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Losses | Channel
+        self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Channel
     ) -> None:
         """This rank's list. ``end``: what the last stage hands its results to."""
         inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
         first, n = Channel(), len(self.ranks)
         for i, value in enumerate(inputs):
             first.put(i, value)  # without stage 0 nobody takes them
-        up = {0: first, **channels(inside), **self._neighbours.up, n: end}
-        down = {**channels(inside), **self._neighbours.down, n: end}
+        up = {0: first, **{s: Channel() for s in inside}, **self._neighbours.up, n: end}
+        down = {**{s: Channel() for s in (0, *inside)}, **self._neighbours.down, n: end}
         flow = Dataflow(stages, up, down, self.recorder)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):

@@ -51,14 +51,8 @@ def test_consecutive_layers_of_a_device_form_a_partition(
 def test_what_cannot_be_cut_says_so() -> None:
     two_devices = nn.Linear(2, 2)
     two_devices.bias = nn.Parameter(torch.empty(2, device="meta"))
-    module: Any
-    for module, said in (
-        (nn.Sequential(two_devices), r"Linear has parameters on cpu and meta: .*to\('cpu'\)"),
-        (nn.Sequential(), "the module is empty"),
-        (linear(), r"cut from an nn.Sequential, not from Linear"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=said):
-            _split_module(module)
+    with pytest.raises(ValueError, match=r"Linear has parameters on cpu and meta: .*to\('cpu'\)"):
+        _split_module(nn.Sequential(two_devices))
     with pytest.raises(ValueError, match="3 stages for 2 layers: every stage needs a layer"):
         balance([1.0, 1.0], 3)
 

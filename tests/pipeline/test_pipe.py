@@ -4,7 +4,6 @@ gradients by name, hooks, whatever the cut and the schedule; and it holds what t
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,7 +105,7 @@ def test_the_clocks_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert mine == ["F2", "F1", "F0", "B2", "B1", "B0"]
         for wrong, says in (
             ([], r"yields \[\]: each of 3 micro-batches must be on each of 2 partitions once"),
-            ([[(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]], "partition 0 .* comes after par"),
+            ([[(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]], "partitions once, in their order"),
         ):
             monkeypatch.setattr("pipeline.pipe._clock_cycles", lambda *_, clocks=wrong: clocks)
             with pytest.raises(ValueError, match=says):
@@ -195,33 +194,6 @@ def test_hooks_after_a_backward_run_and_those_that_would_see_parts_are_refused()
         for step in STEPS:
             with pytest.raises(ValueError, match=said):
                 step(pipe, x, y)
-
-
-# Copies
-
-
-@pytest.mark.parametrize("copied", [deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copy_is_a_pipe_of_its_own(copied: Callable[[Pipe], Pipe]) -> None:
-    """The first and the last layer share one weight in the copy, too."""
-    x, y = batch(8)
-    target = torch.cat([x, y, y[:, :1]], 1)
-    layers = [*tower(), nn.Linear(3, 4).double(), nn.Linear(4, 8).double()]
-    layers[-1].weight = layers[0].weight
-    model = nn.Sequential(*layers)
-    with Pipe(cut(model, (2, 6)), split_size=2) as pipe:
-        one_f_one_b(pipe, x, target)
-        expected = take_gradients(model)
-        copy = copied(pipe)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-    with copy:  # the first is closed
-        one_f_one_b(copy, x, target)
-        found = {str(k): p.grad for k, p in enumerate(copy.parameters())}
-        assert_same_bits(found, dict(zip(found, expected.values(), strict=True)))
-        assert set(gradients(model).values()) == {None}
-        assert len(pipe_threads()) == 2
-    assert pipe_threads() == []
 
 
 # What is held

@@ -62,7 +62,7 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(step
 
 def test_a_worker_may_not_call_its_own_pipe() -> None:
     with Pipe(cut(tower())) as pipe:
-        with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
+        with pytest.raises(RuntimeError, match="layers, hooks and run_on_stages may not call it"):
             pipe.run_on_stages(lambda _: pipe.run_on_stages(lambda s: s))
         assert pipe.run_on_stages(lambda s: s) == [0, 1]
 
@@ -70,7 +70,7 @@ def test_a_worker_may_not_call_its_own_pipe() -> None:
 def test_a_worker_ended_through_its_queue_ends_the_call_and_closes_the_pipe() -> None:
     with Pipe(cut(tower())) as pipe:
         pipe.in_queues[1].put(None)
-        with pytest.raises(RuntimeError, match="a None in its queue ended a worker"):
+        with pytest.raises(RuntimeError, match="a None in its queue ended it"):
             one_f_one_b(pipe, *batch(8))
         with pytest.raises(RuntimeError, match="the Pipe is closed, by close"):
             one_f_one_b(pipe, *batch(8))
@@ -188,21 +188,17 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
     (
         lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
-        "the loss does not depend on anything that requires grad: loss_fn detaches the output",
+        "the loss does not depend on anything that requires grad: .* a layer or loss_fn detaches",
     ),
     (
         lambda _: one_f_one_b(Pipe(nn.Sequential(Again(use_reentrant=True)).double()), X, X),
-        r"requires grad: the output of the last layer does not either\. .*use_reentrant=False",
+        r"that requires grad: .*, as checkpoint\(use_reentrant=True\) does if",
     ),
     (by("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
     (by("zbv"), "zbv with 1 chunks: a rank has 2 stages there"),
     (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
-    (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
+    (lambda _: Pipe(cut(tower()), split_size=0)(X), "split_size=0: at least 1"),
     (closed, "the Pipe is closed, by close"),
-    (
-        lambda _: Pipe(place_layers([*tower()], (3, 3), PLACED)[0], sizes=(2, 4)),
-        "a stage is on one device",
-    ),
     (lambda _: place_layers([*tower()], [2, 2], PLACED), r"sizes \[2, 2\] for 6 layers"),
 ]
 

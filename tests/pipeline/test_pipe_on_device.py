@@ -127,3 +127,22 @@ def test_a_backward_called_on_other_streams_computes_on_the_forwards() -> None:
     by_stream = Counter(k.stream for k in seen.kernels if "mm" in k.operator)  # of the layers
     # two micro-batches; two layers each, of which the first has no gradient of its input
     assert by_stream == {side[0].stream_id: 2 * 3, side[1].stream_id: 2 * 4}
+
+
+@on_device
+def test_draws_are_of_the_seed_and_leave_the_generators_of_devices_as_they_were() -> None:
+    torch.manual_seed(3)
+    torch.cuda.manual_seed_all(3)
+    before = [torch.cuda.get_rng_state(k) for k in (0, 1)]
+    layers, _ = split(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), ("cuda:0", "cuda:1"))
+    outputs = []
+    with Pipe(layers, split_size=2) as pipe:
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            torch.cuda.set_rng_state(before[0], 0)
+            torch.cuda.set_rng_state(before[1], 1)
+            outputs.append(pipe(torch.ones(4, 64, device="cuda:0")).cpu())
+            assert [torch.cuda.get_rng_state(k).tolist() for k in (0, 1)] == [
+                state.tolist() for state in before
+            ]
+    assert outputs[0].equal(outputs[1]) and not outputs[0].equal(outputs[2])

@@ -31,6 +31,7 @@ from tests.pipeline.pipeline_models import (
     Step,
     assert_close,
     cut,
+    forward_backward,
     gradients,
     in_one_process,
     one_f_one_b,
@@ -150,8 +151,7 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
     trains_as_in_plain_pytorch(name)
 
 
-@pytest.mark.parametrize("m", [1, 3])
-def test_what_computes_the_input_gets_its_gradient(m: int) -> None:
+def test_what_computes_the_input_gets_its_gradient() -> None:
     """In plain PyTorch the graph reaches beyond the first layer; a leaf of the input is used twice,
     and one needs no gradient."""
     torch.manual_seed(0)
@@ -159,12 +159,9 @@ def test_what_computes_the_input_gets_its_gradient(m: int) -> None:
     model = nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear()).double()
     x, y = sequences()
     expected = in_one_process(model, given(first, x), y) | take_gradients(first)
-    for schedule in ("gpipe", "1f1b", "zb"):
-        with Pipe(cut(model, (1, 1))) as pipe:
-            loss = pipe.train_step(
-                given(first, x), y, lambda o, t: square_error(o, t) / 2, schedule, m, scale=2.0
-            )
-        assert_close(take_gradients(model) | {"loss": loss} | take_gradients(first), expected)
+    with Pipe(cut(model, (1, 1)), split_size=3) as pipe:
+        loss = forward_backward(pipe, given(first, x), y)
+    assert_close(take_gradients(model) | {"loss": loss} | take_gradients(first), expected)
 
 
 def given(first: nn.Module, x: Tensor) -> Any:
@@ -226,11 +223,11 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
 
 
 @pytest.mark.parametrize("what", ["scale", "the input"])
-def test_a_scale_and_what_a_process_is_given_may_not_require_grad(what: str) -> None:
+def test_what_a_step_is_given_may_not_require_grad(what: str) -> None:
     first = linear().double()
     x, y = sequences()
     both = nn.Sequential(linear(), linear()).double()
-    pipes: Any = (ProcessPipe(both, [2]), *[Pipe(cut(both, (1, 1)))] * (what == "scale"))
+    pipes: tuple[Pipe | ProcessPipe, ...] = ProcessPipe(both, [2]), Pipe(cut(both, (1, 1)))
     for pipe in pipes:
         with pipe, pytest.raises(RuntimeError, match=rf"^{what} requires grad, and its gradient"):
             if what == "scale":

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import ONE_EACH
-from runtime.randomness import OfThread, StepSeed
+from runtime.randomness import OfThread
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
@@ -74,16 +74,6 @@ def test_another_seed_another_step_another_layer_another_micro_batch_differ() ->
         assert masks() + masks() == found[:8]
 
 
-def test_without_dropout_the_callers_generator_is_not_touched() -> None:
-    model = nn.Sequential(*tower(), nn.Dropout(0.3)).eval()
-    before = torch.get_rng_state()
-    with Pipe(cut(model, (2, 5)), split_size=2) as pipe:
-        x, y = batch(8)
-        pipe(x)
-        pipe.train_step(x, y, square_error)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # By the way torch takes to its kernel: functions, operators, methods, Python's, and recurrent
 # layers; kernels that take a generator, and those of which another overload does.
 CALLS: dict[str, Any] = {
@@ -103,9 +93,7 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_draws_draws_from_the_stage(name: str) -> None:
     x = torch.ones(3, 5, 8)
-    step = StepSeed()
-    randomness = OfThread(CPU, step)
-    step.get()
+    randomness = OfThread(CPU, 7)
     torch.manual_seed(0)
     before = torch.get_rng_state()
 
@@ -121,5 +109,5 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
 
 
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
-    with OfThread(CPU, StepSeed()).of(0, 0), pytest.raises(RuntimeError, match="native_dropout"):
+    with OfThread(CPU, 7).of(0, 0), pytest.raises(RuntimeError, match="native_dropout"):
         torch.native_dropout(torch.ones(4), 0.5, True)
