@@ -78,11 +78,13 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
     """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
     flattened. ValueError unless the sizes add up to the layers."""
-    parts = [flatten(nn.Sequential(*part)) for part in groups([*modules], sizes)]
+    parts = [flatten(nn.Sequential(*part)) for part in layers_of_stages([*modules], sizes)]
     return [nn.Sequential(*(layer for layer, _ in part)) for part in parts]
 
 
-def groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
+def layers_of_stages(
+    layers: Sequence[nn.Module], sizes: Sequence[int]
+) -> list[Sequence[nn.Module]]:
     """The next ``sizes[s]`` layers for each stage s."""
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime.graph import Gradients, memory_of
 
-from .partition import WithDevice, _split_module, groups, split_into
+from .partition import WithDevice, _split_module, layers_of_stages, split_into
 from .stage import Stage
 
 Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
@@ -25,7 +25,7 @@ def split_by_sizes(
 ) -> tuple[nn.ModuleList, list[torch.device]]:
     """Like `_split_module`, but cut by ``sizes`` like `split_into`; a stage is on the device of its
     first layer."""
-    parts = [_split_module(nn.Sequential(*part)) for part in groups([*modules], sizes)]
+    parts = [_split_module(nn.Sequential(*part)) for part in layers_of_stages([*modules], sizes)]
     return nn.ModuleList(split_into(modules, sizes)), [devices[0] for _, devices in parts]
 
 
@@ -40,7 +40,7 @@ def place_layers(
     home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
     placed: list[nn.Module] = []
-    for stage, name in zip(groups(layers, sizes), devices, strict=True):
+    for stage, name in zip(layers_of_stages(layers, sizes), devices, strict=True):
         device = torch.device(name)  # may be logical: cpu:1
         physical = memory_of(device)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
