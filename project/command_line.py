@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 from docstring_parser import parse_from_object
 
 from project.strategies import STRATEGIES, owners, page_of
-from training.launch.errors import exit_on_signals, listed, open_streams, refuse
+from training.launch.errors import listed, open_streams, refuse
+from training.launch.signals import ASKED, answer, end
 from training.options import Axes, O, Options, option_names
 
 # What options are called by the courses, and by many.
@@ -76,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 def begin(kind: type[O], description: str | None) -> O:
     """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
     the process at once, before torch is imported, which takes seconds."""
-    exit_on_signals()
+    answer(ASKED, end)
     return parse_options(kind, description)
 
 

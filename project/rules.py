@@ -62,10 +62,9 @@ def of_use(args: Options) -> Iterator[Rule]:
     """What has no effect in this run must not be typed."""
     which = f"--model {VGG}" if "model" in args.typed else f"the default model, {VGG},"
     started = torchrun_world_size()
-    decides = f"torchrun started {started} ranks and decides it"
     return typed(args, [
-        ("world_size", started in (None, args.world_size), decides, LEAVE),
-        ("master_port", started is None, decides, LEAVE),
+        ("world_size", started in (None, args.world_size),
+         f"torchrun started {started} ranks and decides it", LEAVE),
         ("schedule chunks balance", args.strategy != "3d" or args.pp > 1,
          "only a run with stages has it", "--pp 2 works"),
         ("sequence_parallel", args.tp > 1,

@@ -32,8 +32,8 @@ from training.results import NOTHING_YET, Results, Totals
 from training.tasks.task import stream
 from training.timeline import profiled
 
-from .launch import errors
-from .launch.errors import NOTICED, Ended, RunError, ends_waits, heeded
+from .launch.errors import RunError
+from .launch.signals import NOTICED, Ended, ended_by_notice, heeded
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
@@ -121,7 +121,6 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     # A rank that has no batch left still takes part in collectives.
     batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
-        errors.end_if_given()
         measures = model.measure(x, target)
         if measures is not None:  # None: no batch left, or another rank sees the outputs
             totals += measures
@@ -176,11 +175,7 @@ def run(
         timeline.end_step()
         note("next batch")
 
-    with (
-        heeded(args.on_signal),
-        saving.before_the_end(),
-        profiled(timeline, args.profile, args.workdir),
-    ):
+    with heeded(), saving.before_the_end(), profiled(timeline, args.profile, args.workdir):
         if args.num_batches is None and done == 0 and not args.benchmark_only:
             note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
@@ -217,7 +212,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
-    with model.evaluating(), ends_waits():
+    with model.evaluating(), ended_by_notice():
         loss, accuracy = evaluate_loss(world, task, model)
         if not math.isfinite(loss):
             said = f"{when}: the validation loss is {loss}"

@@ -174,12 +174,10 @@ class Files:
     """continue from the newest intact checkpoint in the workdir, if there is one, with the options
     of the saved run that are not typed"""
     save_every: Count | None = None
-    """save a checkpoint every N steps, besides the one at the end of each epoch"""
+    """save a checkpoint every N steps, besides the one at the end of each epoch, and the one on
+    SIGTERM or SIGUSR1, which end the run with status 75 (Ctrl-C saves nothing)"""
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
-    on_signal: Literal["save", "end"] = "save"
-    """on SIGTERM or SIGUSR1: finish the step, save it and exit with status 75, or exit at once; a
-    second SIGTERM always exits at once. Ctrl-C exits at once and saves nothing: see --save_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -197,8 +195,6 @@ class Processes:
     """number of processes; default: 2, or as many as torchrun starts"""
     cores_per_rank: Count | None = None
     """CPU cores per process; by default all cores are divided evenly"""
-    master_port: Whole | None = None
-    """port on 127.0.0.1 where the processes meet; default: a free one"""
     compile: bool = False
     """torch.compile each layer and the loss: faster on a GPU, once half a minute of compiling is
     over"""

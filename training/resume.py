@@ -27,7 +27,8 @@ from training.optimization import Optimizers
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
-from .launch.errors import Ended, RunError, UserError, counted, torchrun_world_size
+from .launch.errors import RunError, UserError, counted, torchrun_world_size
+from .launch.signals import Ended
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask

@@ -49,8 +49,8 @@ def _orphan_stopped(run: Run, rank: int) -> None:
 def _asked(strike: Strike, number: int, *saved: int) -> Kind:
     """Nobody fails: the run is asked to end, by a signal of that number. `saved` is its status if
     it has saved first."""
-    own = (128 + number, *saved)
-    return Kind(strike, {OWN: (own, ""), TORCHRUN: ((), ""), ALONE: ((*own, -number), "")})
+    own = (128 + number, -number, *saved)  # the second: before Python has begun, or when it ends
+    return Kind(strike, {OWN: (own, ""), TORCHRUN: ((), ""), ALONE: (own, "")})
 
 
 KINDS = {

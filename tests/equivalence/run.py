@@ -89,7 +89,7 @@ def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]
     """A row that ends a rank ends the run, with that rank's traceback."""
     with TemporaryDirectory(prefix="verify-") as folder:
         path = Path(folder) / "results"
-        settings = Options(world_size=world_size, device=run.device, master_port=0, timeout=TIMEOUT)
+        settings = Options(world_size=world_size, device=run.device, timeout=TIMEOUT)
         launch(_rank, settings, run, names, path)
         results: list[Result] = pickle.loads(path.read_bytes())
     return results

@@ -34,7 +34,7 @@ def shift_clock(seconds: float) -> None:
 
 def set_traps(folder: Path) -> None:
     """Makes this rank write its steps down, and wait where there is a trap."""
-    from training.launch.errors import NOTICED
+    from training.launch.signals import NOTICED
     from training.resume import Saving
 
     rank, after_step = os.environ["RANK"], Saving.after_step

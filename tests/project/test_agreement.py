@@ -92,5 +92,4 @@ def test_what_hosts_may_choose_is_not_compared() -> None:
     assert set(compared.values()) == {b"0"}
     assert {f"--{name}" for name in options} - compared.keys() == {
         "--workdir", "--dataset", "--model", "--device", "--cores_per_rank", "--timeout",
-        "--master_port",
     }  # fmt: skip

@@ -221,8 +221,8 @@ CHANGED = {
 # All other options decide what is computed.
 MAY_CHANGE = """
     async_save attention balance benchmark_only bucket_mb check_output check_weights chunks compile
-    cores_per_rank cp device dp ep gradient_sync keep master_port model_parallel_mode n_epochs
-    num_batches num_devices num_microbatches on_nan on_signal pipeline pp print_steps profile
+    cores_per_rank cp device dp ep gradient_sync keep model_parallel_mode n_epochs
+    num_batches num_devices num_microbatches on_nan pipeline pp print_steps profile
     pytest recompute resume save_every schedule sequence_parallel step_timeout strategy tensorboard
     timeline timeout tp typed wandb workdir world_size zero
 """

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from training.launch import launch as launcher
-from training.launch.errors import UserError, refuse, signals_end, torchrun_world_size
+from training.launch.errors import UserError, refuse, torchrun_world_size
+from training.launch.signals import ASKED, end, handled
 from training.launch.world import World
 from training.options import Options
 
@@ -87,7 +88,7 @@ if __name__ == "__main__":
     settings = Options(
         world_size=torchrun_world_size() or 2, model="vgg16", device="cpu", timeout=60
     )
-    with signals_end():
+    with handled(ASKED, end):
         try:
             launcher.launch(globals()[name], settings, *map(Path, folders))
         except UserError as error:

@@ -1,94 +1,68 @@
-"""The workdir of a run is its own while it runs, and holds nothing half written after it."""
+"""The workdir of a run is its own while it runs; a run that is interrupted says what is saved."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.project.programs import names_in
+from tests.project.programs import ROOT
 from tests.ranks import under_torchrun
-from training.launch.errors import Interrupted, UserError, handled, signals_end
+from training.launch.errors import UserError
 from training.options import Options
 from training.workdir import alone_in_workdir
-
-HALF = (
-    "work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",
-    "work/tokens/text/pairs/train.0.part/ids",
-)  # fmt: skip
-WHOLE = (
-    "work/checkpoints/000001-epoch0/state.json", "work/mine.part", "work/summary.json",
-    "work/tokens/text/pairs/ids",
-)  # fmt: skip
-
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-@pytest.fixture(autouse=True)
-def _as_in_a_new_process() -> Iterator[None]:
-    """Whatever other tests have done to signals."""
-    default: Any = signal.SIG_DFL
-    with handled((signal.SIGTERM, signal.SIGHUP), default):
-        yield
-
-
-def files() -> list[str]:
-    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
-
-
-def test_nothing_half_written_stays_but_what_other_ranks_may_be_writing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_killed_run_has_half_written_is_removed_by_the_next_one() -> None:
+    """By rank 0, for which the others wait: it alone locks the folder."""
     args = Options(workdir=Path("work"))
-    for file in (*HALF, *WHOLE):
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).touch()
-    with under_torchrun(1), signals_end(), alone_in_workdir(args), alone_in_workdir(args):
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # it ends at once
-    taken = pytest.raises(UserError)  # the lock, which rank 0 alone takes
+    half, whole = Path("work/tokens/text/0.part/ids"), Path("work/tokens/text/1/ids")
+    for file in (half, whole, Path("work/mine.part")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    with under_torchrun(1), alone_in_workdir(args), alone_in_workdir(args):
+        assert half.exists()
+    taken = pytest.raises(UserError, match="another run is writing there; --workdir work_2 works")
     with under_torchrun(0), alone_in_workdir(args), taken, alone_in_workdir(args):
         pass
-    assert files() == sorted((*HALF, *WHOLE))
+    assert not half.parent.exists() and whole.exists() and Path("work/mine.part").exists()
 
-    with pytest.raises(Interrupted), alone_in_workdir(args):
-        raise Interrupted(128 + signal.SIGTERM)
-    assert (files(), names_in(".")) == (list(WHOLE), ["work"])
-    assert capsys.readouterr().err == (
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from training.launch.signals import ASKED, answer, end
+from training.options import Options
+from training.workdir import alone_in_workdir
+
+number, handler = int(sys.argv[1]), sys.argv[2]
+signal.signal(number, getattr(signal, handler))
+answer(ASKED, end)
+with alone_in_workdir(Options(workdir=Path("work"))):
+    try:
+        os.kill(os.getpid(), number)
+    finally:
+        print("went on")
+"""
+
+
+@pytest.mark.parametrize("number", [2, 15], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored(number: int) -> None:
+    Path("work/checkpoints/000001-epoch0").mkdir(parents=True)
+    line = [sys.executable, "-c", INTERRUPTED, str(number)]
+    ended, ignored = (
+        subprocess.run(
+            [*line, handler], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        for handler in ("SIG_DFL", "SIG_IGN")  # the latter under nohup
+    )
+    assert (ended.returncode, ended.stdout) == (128 + number, "")
+    assert ended.stderr == (
         "\nInterrupted; --resume continues from 000001-epoch0. (Ctrl-C saves nothing; SIGTERM "
         "saves the step first, and --save_every every so many.)\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("there", "left"), [("mine/work", ["mine", "mine/work"]), ("mine", ["mine"])]
-)
-def test_only_empty_folders_that_the_run_has_made_go(there: str, left: list[str]) -> None:
-    Path(there).mkdir(parents=True)
-    with pytest.raises(UserError), alone_in_workdir(Options(workdir=Path("mine/work"))):
-        raise UserError("there are no data")
-    with alone_in_workdir(Options(workdir=Path("other/work/3"))):
-        Path("other/notes.txt").touch()
-    assert sorted(str(path) for path in Path().rglob("*")) == [*left, "other", "other/notes.txt"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_process_by_an_exception_unless_it_is_ignored(
-    number: signal.Signals,
-) -> None:
-    """What the end of the terminal breaks besides is not the reason."""
-    with pytest.raises(Interrupted) as end, signals_end():
-        try:
-            os.kill(os.getpid(), number)
-        finally:
-            if number == signal.SIGHUP:
-                raise OSError("a progress bar that cannot be drawn any more")
-    assert end.value.code == 128 + number
-    assert signal.getsignal(number) is signal.SIG_DFL
-    signal.signal(number, signal.SIG_IGN)  # as under nohup
-    with signals_end():
-        os.kill(os.getpid(), number)
+    assert (ignored.returncode, ignored.stdout, ignored.stderr) == (0, "went on\n", "")

@@ -28,9 +28,7 @@ from .world import World
 NAMED = 3  # differences that an error names, and ranks of each
 
 # Options that may differ between hosts. Datasets and models are compared by content.
-OF_A_HOST = {
-    "workdir", "dataset", "model", "device", "cores_per_rank", "timeout", "master_port",
-}  # fmt: skip
+OF_A_HOST = {"workdir", "dataset", "model", "device", "cores_per_rank", "timeout"}
 
 
 def run_things(

@@ -30,9 +30,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -50,36 +50,17 @@ import torch.distributed as dist
 from runtime.cores import core_slice, pin
 from training.options import VGG, Options
 
-from .errors import (
-    ASKED,
-    GRACE,
-    OF_TERMINAL,
-    Ended,
-    Interrupted,
-    RunError,
-    UserError,
-    answer,
-    format_error,
-    heeded,
-    leave,
-    say,
-    torchrun,
-    torchrun_world_size,
-)
+from .errors import RunError, UserError, format_error, leave, say, torchrun, torchrun_world_size
 from .last_actions import in_file, table
-from .meeting import (
-    LOOPBACK,
-    agree_on_backend,
-    answer_within,
-    connect,
-    host_store,
-    listen,
-    meet,
-    setup,
-)
+from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
+from .signals import ASKED, NOTICED, NOTICES, OF_TERMINAL, answer, heeded
 from .world import LastAction, World, choose_device, quiet_libraries
 
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
+GONE = 5.0  # seconds for the system to end a rank whose pipe it has closed
+
+# How a rank has ended: well, by an error that explains itself, or by one that is printed like this.
+Report = UserError | RunError | str | None
 
 
 def libraries(args: Options) -> list[str]:
@@ -96,7 +77,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
     here. `main` and `inputs` must be picklable. `settings` are the options that say how.
 
     Raises:
-        UserError: the device or the port is not available, or a rank raised it.
+        UserError: the device is not available, or a rank raised it.
         RunError: a rank raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed.
     """
@@ -104,7 +85,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
     if torchrun_world_size() is not None:
         _join_torchrun(main, settings, inputs)
         return
-    listener = listen(settings.master_port or 0)  # before any process starts
+    listener = listen()  # before any process starts
     forks = sys.platform == "linux" and not torch.cuda.device_count()
     context: Any = get_context("fork" if forks else "spawn")
     if forks:
@@ -133,69 +114,65 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
         _store = host_store(listener, settings.timeout)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        with heeded(processes=processes) as came:
-            error = watch(processes, pipes, settings.timeout, last)  # until the end of the run
-            asked = next(iter(came), None)
-        for process in processes if error is None or isinstance(error, Ended) else ():
-            process.join(GRACE)  # they end by themselves: after the barrier, or what they save
+        with heeded(processes):
+            report = watch(processes, pipes, settings.timeout, last)  # until the end of the run
+            notices = [*NOTICED]
+        for process in processes if not isinstance(report, str) else ():
+            process.join(GONE)  # they end by themselves, with what they have printed
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for process in processes:
             process.kill()
             process.join()
-    if isinstance(error, RankError):
-        if asked is not None:  # before the ranks could save
-            raise Interrupted(128 + asked)
-        say(f"\n{error}")
+    if isinstance(report, str):
+        if notices:  # a rank had nothing to save, and the notice has ended it
+            signal.raise_signal(notices[0])
+        say(f"\n{report}")
         raise SystemExit(1)
-    if error is not None:  # the program reports it, in one line
-        raise error
-
-
-class RankError(Exception):
-    """A rank has failed. The text is printed as it is, with the traceback."""
-
-    @classmethod
-    def of(cls, rank: int, text: str) -> RankError:
-        """With the first line of the text."""
-        return cls(f"rank {rank} failed; the run has been ended.\n{text}")
+    if report is not None:  # the program prints it, in one line
+        raise report
 
 
 def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
-) -> Exception | None:
+) -> Report:
     """Returns None when every rank has reported that it is done, else what the first that failed
-    has reported: a UserError, a RunError, or a RankError, with the table of last actions."""
+    has reported; a text has the table of last actions below it."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     limit = None  # until the first report
-    failures: list[tuple[float, Exception | None]] = []
+    failures: list[tuple[float, Report]] = []
     while silent and (ready := wait([*silent], limit)):
         ranks = [silent.pop(pipe) for pipe in ready]  # they have reported, or their pipes ended
         reports = [_received(pipes[rank], processes[rank], rank) for rank in ranks]
-        failures += [report for report in reports if report[1] is not None]
+        failures += [(when, report) for when, report in reports if report is not None]
         # One rank is done only after all have met at the final barrier. One that has lost another
         # may say so before the system has closed the pipe of the other.
         limit = SEEN if failures else timeout
-    _, error = min(failures, key=lambda failure: failure[0], default=(0.0, None))
-    if silent and error is None:
-        error = RankError.of(min(silent.values()), "It does not answer.\n")
-    return RankError(f"{error}{table(last)}") if isinstance(error, RankError) else error
+    _, first = min(failures, key=lambda failure: failure[0], default=(0.0, None))
+    if silent and first is None:
+        first = failed(min(silent.values()), "It does not answer.\n")
+    return first + table(last) if isinstance(first, str) else first
 
 
-def _received(pipe: Any, process: Any, rank: int) -> tuple[float, Exception | None]:
-    """The report of a rank: when it ended (time.monotonic), and its error or None. If it died
-    without one, how; before all that reported, who may have lost their connection to it."""
+def failed(rank: int, text: str) -> str:
+    """The report on a rank whose error does not explain itself."""
+    return f"rank {rank} failed; the run has been ended.\n{text}"
+
+
+def _received(pipe: Any, process: Any, rank: int) -> tuple[float, Report]:
+    """When a rank ended (time.monotonic), and its report. If it died without one, how; before all
+    that reported, who may have lost their connection to it."""
     try:
-        report: tuple[float, Exception | None] = pipe.recv()
+        report: tuple[float, Report] = pipe.recv()
         return report
     except (EOFError, OSError):  # the latter: in the middle of its report
-        process.join(GRACE)  # for its exit code
+        process.join(GONE)  # for its exit code
     code = process.exitcode
     if code is not None and code < 0:
         by = signal.Signals(-code)
         why = " Perhaps memory ran out: then the system does that." * (by is signal.SIGKILL)
-        return 0.0, RankError.of(rank, f"It was killed by {by.name}.{why}\n")
-    return 0.0, RankError.of(rank, f"It exited with status {code} before it was done.\n")
+        return 0.0, failed(rank, f"It was killed by {by.name}.{why}\n")
+    return 0.0, failed(rank, f"It exited with status {code} before it was done.\n")
 
 
 def _rank_main(
@@ -207,22 +184,23 @@ def _rank_main(
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """The main of a rank that the program starts. Reports when it is done, or its error."""
+    """The main of a rank that the program starts. Reports how it has ended."""
     _end_with_parent()
-    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Others end a
+    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Notice ends a
     # rank at once, also while it waits in C, until `heeded`.
-    answer(ASKED, signal.SIG_DFL)
     answer(OF_TERMINAL, signal.SIG_IGN)
+    answer(NOTICES, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+    report: Report = None
     try:
         world = World(rank, settings.world_size, rank, last=last[rank])
         _run_rank(world, settings, partial(connect, port, settings.timeout), main, args)
+    except (UserError, RunError) as error:
+        report = error
     except BaseException as error:
-        ended = time.monotonic()
-        explained = isinstance(error, (UserError, RunError))  # they need no traceback
-        pipe.send((ended, error if explained else RankError.of(rank, format_error(error))))
-        leave("", 1)
-    pipe.send((time.monotonic(), None))  # after the barrier: all ranks are done
+        report = failed(rank, format_error(error))
+    pipe.send((time.monotonic(), report))
+    leave("", int(report is not None))
 
 
 def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
@@ -231,9 +209,8 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
     answer(ASKED, signal.SIG_DFL)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    last: Any = (LastAction * local_size)()  # of this rank alone
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
-        last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
+    error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../ATTEMPT/RANK/error.json
+    last = in_file(error_file.parents[1] / "last_actions", local_size)  # of this machine's ranks
     try:
         world = World(rank, world_size, local_rank, last=last[local_rank])
         _run_rank(world, settings, partial(meet, settings.timeout), main, args)
@@ -259,15 +236,20 @@ def _run_rank(
     world.last.note("start")
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank)
-    gpu = _take_gpu(device) if device.type == "cuda" else ""
+    gpu = ""
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
     cores = core_slice(world.local_rank, local_size, settings.cores_per_rank)
     if cores and not gpu:
         pin(cores)
         torch.set_num_threads(len(cores))
         _keep_freed_memory()
-    with answer_within(2 * settings.timeout, world.rank):  # once for the store, once for the ranks
-        store = store_of()
-        backend = agree_on_backend(store, world.rank, world.world_size, gpu)
+    # A store whose host is stopped accepts connections, and keeps who asks it waiting for ever.
+    signal.alarm(math.ceil(2 * settings.timeout))  # then the system ends this rank
+    store = store_of()
+    backend = agree_on_backend(store, world.rank, world.world_size, gpu)
+    signal.alarm(0)
     setup(
         world.rank, world.world_size, backend, store=store,
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],
@@ -277,19 +259,6 @@ def _run_rank(
     world.last.note("end")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _take_gpu(device: torch.device) -> str:
-    """Computes on it from now on; returns its UUID. That a GPU is there does not say that this
-    torch can use it."""
-    try:
-        torch.accelerator.set_device_index(device)
-        # A device without a UUID is told apart by its place on its host.
-        place = f"{device} of {socket.gethostname()}"
-        return str(getattr(torch.cuda.get_device_properties(device), "uuid", place))
-    except RuntimeError as error:  # the driver is older than the CUDA that torch is built for
-        why = str(error).splitlines()[0]
-        raise UserError(f"torch cannot use this GPU ({why}); --device cpu works") from error
 
 
 def _keep_freed_memory() -> None:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +22,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .errors import RunError, UserError, leave
+from .errors import RunError, UserError
 
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
@@ -45,7 +43,7 @@ def setup(
     The ranks meet in `store`; without it in one that rank 0 hosts on this machine, on `port`.
 
     Raises:
-        UserError: rank 0 cannot listen on the port.
+        OSError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not join within `timeout` seconds.
     """
     if store is None:
@@ -57,15 +55,8 @@ def setup(
 
 
 def listen(port: int = 0) -> socket.socket:
-    """A socket that listens on the loopback interface, on `port`; by default on a free one. Raises
-    UserError if it cannot."""
-    try:
-        return socket.create_server((LOOPBACK, port), backlog=128)
-    except (OSError, OverflowError) as error:  # the latter: no such port
-        reason = getattr(error, "strerror", None) or "ports go from 0 to 65535"
-        raise UserError(
-            f"--master_port {port}: {reason}; without the option a free port is chosen"
-        ) from None
+    """A socket that listens on the loopback interface, on `port`; by default on a free one."""
+    return socket.create_server((LOOPBACK, port), backlog=128)
 
 
 def host_store(listener: socket.socket, timeout: float) -> Any:
@@ -84,22 +75,19 @@ def connect(port: int, timeout: float) -> Any:
 
 def stay_on_interface_to(host: str) -> None:
     """Makes ranks communicate over the interface that reaches `host`: loopback on one machine, the
-    one that reaches torchrun's store on several, whatever their hostnames resolve to. On several
-    machines the user's own choice is kept."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    if str(address[0]).startswith("127.") and address[0] != LOOPBACK:  # Debian's, of its own name
-        address = ("192.0.2.1", 1)  # no machine's (RFC 5737): the interface of the default route
-    with socket.socket(family, kind) as probe:
-        with suppress(OSError):  # no route: torch chooses
-            probe.connect(address)  # sends nothing: only looks up the route
+    one that reaches torchrun's store on several, whatever their hostnames resolve to; or over that
+    which the user has chosen."""
+    # Without a route torch chooses.
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing: only looks up the route
+        if host != LOOPBACK and probe.getpeername()[0].startswith("127."):  # Debian: its own name
+            probe.connect(("192.0.2.1", 1))  # no machine (RFC 5737): by the default route
         own_address = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if own_address in [address.address for address in addresses]:
-            # NCCL takes a bare name for a prefix: eth1 would match eth10, too.
-            exact = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-            for variable, value in exact.items():
-                if host == LOOPBACK or variable not in os.environ:
-                    os.environ[variable] = value
+        for name, addresses in psutil.net_if_addrs().items():
+            if own_address in [address.address for address in addresses]:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                # NCCL takes a bare name for a prefix: eth1 would match eth10, too.
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def agree_on_backend(store: Any, rank: int, world_size: int, gpu: str) -> str:
@@ -145,21 +133,3 @@ def meet(timeout: float) -> Any:
         attempt = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
     store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     return dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def answer_within(seconds: float, rank: int) -> Iterator[None]:
-    """Within it this process ends after so many seconds. A store whose host is stopped accepts
-    connections, and keeps who asks it waiting for ever."""
-    late = (
-        f"rank {rank} has waited {seconds:g} s at the start, and the ranks' store did not answer: "
-        f"look at its host, {os.environ.get('MASTER_ADDR', LOOPBACK)}, or give it longer with "
-        "--timeout\n"
-    )
-    limit = threading.Timer(seconds, leave, (late, 1))
-    limit.daemon = True
-    limit.start()
-    try:
-        yield
-    finally:
-        limit.cancel()

@@ -83,43 +83,34 @@ class World:
         self._on_some(self.local_rank == 0, lambda: bool(work()))
 
     def _on_some(self, chosen: bool, work: Callable[[], T]) -> list[T]:
-        """Runs work() where this rank is `chosen`; returns all results."""
+        """Runs work() where this rank is `chosen`, until it has ended on all; returns all results.
+        Meanwhile a thread of each rank tells the others again and again whether this one has ended:
+        so all wait, and notice one that is gone."""
+        if self.world_size == 1:
+            return [work()]
         results: list[T | UserError | RunError] = []
+        ended, all_ended = threading.Event(), torch.zeros(())
 
-        def attempt() -> None:
+        def tell() -> None:
+            while not all_ended.item():
+                all_ended.fill_(ended.wait(_BEAT))
+                dist.all_reduce(all_ended, dist.ReduceOp.MIN, self.group)
+
+        with ThreadPoolExecutor(1, "tell the others") as teller:
+            telling = teller.submit(tell)
             try:
-                results.append(work())
+                if chosen:
+                    results.append(work())
             except (UserError, RunError) as error:
                 results.append(error)
-
-        self._while_others_wait(attempt if chosen else None)
+            finally:
+                ended.set()
+        telling.result()  # raises if another rank is gone
         gathered = list(chain(*self.gather(results)))
         for result in gathered:
             if isinstance(result, (UserError, RunError)):
                 raise result
         return cast(list[T], gathered)
-
-    def _while_others_wait(self, work: Callable[[], None] | None) -> None:
-        """Runs work() where there is some, until it has ended on all ranks."""
-        ended, all_ended = threading.Event(), torch.zeros(())
-
-        def tell() -> None:
-            while not all_ended.item():  # reduced again and again, until it is 1
-                all_ended.fill_(ended.wait(_BEAT))
-                dist.all_reduce(all_ended, dist.ReduceOp.MIN, self.group)
-
-        if work is None:  # this rank only waits
-            ended.set()
-            tell()
-            return
-        with ThreadPoolExecutor(1, "tell the others") as teller:
-            if self.world_size > 1:
-                teller.submit(tell)  # if it fails, another rank is gone: the launcher notices
-            try:
-                work()
-            finally:
-                ended.set()
-        # The teller has ended: other collectives may follow.
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank; as bytes, so it may be of any kind."""

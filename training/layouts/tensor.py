@@ -41,7 +41,6 @@ from runtime.shared_memory import add_up
 from runtime.waits import control_device
 from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
-from training.launch import errors
 from training.launch.world import World
 from training.tasks.experts import ExpertTask
 from training.tasks.generation import greedy
@@ -255,12 +254,9 @@ class MeshLayout(LaidOutModel):
         return None if output is None else self.cut_task.measure(output, target)
 
     def end(self) -> None:
-        """Takes part in forwards until no rank has sentences left. A notice is heeded first, as in
-        the loop of those that have some."""
-        errors.end_if_given()
+        """Takes part in forwards until no rank has sentences left."""
         while self.some_rank_goes_on(False):
             self.forward(None)
-            errors.end_if_given()
 
     def some_rank_goes_on(self, this_one: bool) -> bool:
         """Whether a rank has sentences left. The ranks that meet in a forward all call it before,

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from training.files import moving
-from training.launch import errors
 
 from .cache import Cache
 from .task import Translator
@@ -77,7 +76,6 @@ def continue_all(
         ).to(device)
         cache = Cache(batch, [len(prompts[i]) for i in batch], device)
         while cache.prompts:
-            errors.end_if_given()
             tokens = model.next_tokens(newest, cache, num_tokens)  # [B]
             going = []  # rows that continue
             for row, (i, token) in enumerate(zip(cache.prompts, tokens.tolist(), strict=True)):

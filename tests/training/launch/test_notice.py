@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,6 +19,7 @@ from unittest.mock import Mock, call
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from project.train import parse_train
 from project.utils import run_program
@@ -25,7 +28,8 @@ from tests.ranks import Ranks, under_torchrun
 from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
-from training.launch.errors import GRACE, NOTICED, Ended, UserError, ends_waits, heeded
+from training.launch.errors import GRACE, UserError
+from training.launch.signals import NOTICED, Ended, ended_by_notice, heeded
 from training.launch.world import World
 from training.resume import Saving
 
@@ -43,10 +47,10 @@ def test_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     SIGTERM twice, as `timeout` sends it, is one."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda *call: sent.append(call))
-    with heeded(processes=[psutil.Process()]) as came:
+    with heeded([psutil.Process()]):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
-        assert [*came] == [signal.SIGUSR1, signal.SIGTERM]
+        assert [*NOTICED] == [signal.SIGUSR1, signal.SIGTERM]
     assert sent == [(os.getpid(), signal.SIGUSR1)]
 
 
@@ -74,7 +78,8 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
 
 
 SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
-TURN = "training.launch.errors.end_if_given"
+BATCH = "training.layouts.replicated.Replicated.measure"
+WORD = "training.tasks.generation.Cache.extend"
 
 
 def to_ranks(
@@ -102,8 +107,8 @@ def to_ranks(
     ("line", "to", "function", "call", "saved"),
     [
         ("train tensor --save_every 2", (1,), STEP, 2, 5),
-        ("run_data_parallel", (0, 1), TURN, 2, 6),  # in the validation, which has three turns
-        ("train 3d --dp 2", (0, 1), TURN, 8, 6),  # in the translation
+        ("run_data_parallel", (0, 1), BATCH, 1, 6),  # in the validation
+        ("train 3d --dp 2", (0, 1), WORD, 2, 6),  # in the translation
     ],
 )
 def test_notice_ends_all(
@@ -140,13 +145,16 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
 
 def test_in_an_evaluation_a_rank_ends_that_waited_for_one_that_has_ended() -> None:
     """If it was given notice, too."""
-    lost = RuntimeError("Connection closed by peer")
+    lost = dist.HashStore()  # type: ignore[attr-defined]
+    lost.set_timeout(timedelta(seconds=0.3))
     with heeded():
-        with pytest.raises(RuntimeError, match="Connection closed"), ends_waits():
-            raise lost
-        signal.raise_signal(signal.SIGUSR1)
-        with pytest.raises(Ended), ends_waits():
-            raise lost
+        with pytest.raises(dist.DistError), ended_by_notice():
+            lost.get("the other")
+        with pytest.raises(Ended), ended_by_notice():
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            lost.get("the other")
+        with pytest.raises(Ended), ended_by_notice():  # it was given notice before
+            pass
 
 
 def test_on_several_hosts_torchrun_is_to_restart_a_rank_that_was_asked_to_end() -> None:
