@@ -2,7 +2,7 @@
 
 predict    seconds, tokens/s, where the time goes, memory of every GPU, whether it fits
 search     every legal layout: the best, why the others are slower, the command that trains
-simulate   one schedule, from the seconds of its actions: bubble, gaps and what they wait for
+simulate   one schedule, from the seconds of its actions: bubble, idle time by cause, what is held
 
 python project/plan.py search --model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512
 python project/plan.py search --model gpt2-mini --batch_size 64 --machine this
@@ -26,7 +26,6 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.printed import peak_alive
-from pipeline.schedules.schedule import Action
 from planning import search
 from planning.cost import PricedStep
 from planning.describe import (
@@ -43,7 +42,7 @@ from planning.describe import (
     machines,
     model_of,
 )
-from planning.simulate import Simulation, Simulator, Work, with_times
+from planning.simulate import Simulator, Work, with_times
 from project.command_line import Parser, helps_of
 from training.launch.errors import counted, refuse
 from training.options import count, flag
@@ -210,30 +209,16 @@ def run_simulate(args: argparse.Namespace) -> None:
     *passes, transfers = by_stage
     times = with_times(*([each / chunks for each in stages] for stages in passes))
     step = simulator.run(Work(times, lambda action: transfers[action.stage]))
-    print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n")
-    say_simulation(step, peak_alive(simulator.schedule, lambda _: 1 / chunks))
-
-
-def say_simulation(step: Simulation, peaks: Sequence[float]) -> None:
-    """Prints it."""
-    held = ", ".join(f"{peak:.4g}" for peak in peaks)
-    print(f"step                {step.seconds:10.6g}\n"
+    peaks = peak_alive(simulator.schedule, lambda _: 1 / chunks)
+    print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
+          f"step                {step.seconds:10.6g}\n"
           f"bubble              {step.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {step.bubble_over_work:10.2%}   idle time by that of work\n"
-          f"held at most        {held}   per rank, in micro-batches")  # fmt: skip
-    print("\nIdle time of a rank, on average")
-    for cause, seconds in step.idle.items():
-        if seconds > 1e-9 * step.seconds:  # more than rounding
-            print(f"  {cause:12} {seconds:10.6g}")
-    print("\nThe longest gaps")
-    for gap in sorted(step.gaps, key=lambda gap: gap.start - gap.end)[:5]:
-        waits = f", waits for {_named(gap.waits_for)}" if gap.waits_for else ""
-        print(f"  rank {gap.rank}, from {gap.start:.6g} to {gap.end:.6g}: before "
-              f"{_named(gap.before) or 'the end'}{waits}: {gap.cause}")  # fmt: skip
-
-
-def _named(action: Action | None) -> str | None:
-    return f"{action} of stage {action.stage}" if action else None
+          f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
+          "micro-batches\n\nIdle time of a rank, on average")  # fmt: skip
+    for cause, idle in step.idle.items():
+        if idle > 1e-9 * step.seconds:  # more than rounding
+            print(f"  {cause:12} {idle:10.6g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

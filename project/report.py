@@ -47,11 +47,10 @@ from project.figures.epochs import draw_curves, read_json
 from project.figures.gantt import draw_step
 from project.figures.pages import PAGE, fill_template, stepper
 from project.figures.runs import Run, actions_of, duration
-from project.figures.style import with_error
 from project.plan import machine_named
 from project.plot import describe as in_words
 from runtime.axes import place_of
-from training.files import METRICS, OPTIONS, SUMMARY, writing
+from training.files import writing
 from training.launch.errors import UserError
 from training.results import read_metrics
 
@@ -62,12 +61,8 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", type=Path, nargs="*", metavar="RUN", help="the --workdir of a finished run")
     add("--explore", action="store_true", help="a page to learn with, which needs no run")
-    add(
-        "--machine",
-        metavar="NAME",
-        help="predict the runs for this machine, as plan.py --machine does",
-    )
-    add("--output", "--out", type=Path, metavar="FILE",
+    add("--machine", metavar="NAME", help="predict the runs for it, as plan.py --machine does")
+    add("--output", type=Path, metavar="FILE",
         help="default: report.html in the first run's folder, or explore.html")  # fmt: skip
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
         help="HTML template, such as a course's; default: project/page/report.html")  # fmt: skip
@@ -75,8 +70,6 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.explore == bool(args.runs):
         given = "--explore needs no RUN" if args.explore else "RUN is missing"
         parser.error(f"{given}; `report.py workdir` or `report.py --explore` works")
-    if not args.template.is_file():
-        parser.error(f"--template {args.template}: there is no such file; it may be left out")
     return args
 
 
@@ -106,11 +99,6 @@ class Reported(Run):
         """The model's sizes; empty if it is no GPT-2."""
         return self.read("config.json")
 
-    @property
-    def command(self) -> str:
-        """The command line that made it."""
-        return self.read(OPTIONS).get("command", "")
-
     @cached_property
     def step(self) -> Compared | None:
         """A recorded step beside its prediction; None: there is none."""
@@ -119,20 +107,15 @@ class Reported(Run):
         return compare_step(self, self.priced.work() if self.priced else None)
 
     @cached_property
-    def steps(self) -> list[dict[str, Any]]:
-        """The numbers of every step; also of a run that was interrupted, which has no summary."""
-        lines = read_metrics(self.folder) if (self.folder / METRICS).is_file() else []
-        return [line for line in lines if "loss" in line]
-
-    @cached_property
     def positions(self) -> float:
         """Positions of a step, padding included, on all ranks."""
-        return fmean(line["tokens_per_sec"] * line["seconds"] for line in self.steps)
+        steps = [line for line in read_metrics(self.folder) if "loss" in line]
+        return fmean(step["tokens_per_sec"] * step["seconds"] for step in steps)
 
     @property
     def seconds(self) -> float:
         """The seconds of a step: the median of all but the first."""
-        steps = self.summary.get("step_seconds") or [line["seconds"] for line in self.steps]
+        steps = self.finished["step_seconds"]
         return median(steps[1:] or steps)
 
     @property
@@ -167,11 +150,6 @@ class Reported(Run):
         except ValueError as error:
             raise UserError(f"{self.folder} on --machine {machine.name}: {error}") from None
 
-    def shown(self, metric: str) -> str:
-        """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
-        the ranks' sum."""
-        return with_error(*self.over_epochs(metric))
-
     @property
     def rate(self) -> float:
         """Examples per second: batches of runs may be of different sizes."""
@@ -184,12 +162,6 @@ class Reported(Run):
             return []
         stages = [sum(held) for held in self.priced.memory]
         return [stages[place_of(r, self.shape)["pp"]] for r in range(ranks)]
-
-    def picture(self) -> Markup:
-        """The recorded step above its prediction."""
-        step = self.step
-        assert step is not None
-        return inline(lambda path: draw_step(path, step, "predicted"))
 
     @cached_property
     def start(self) -> dict[str, Any] | None:
@@ -252,38 +224,33 @@ def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
 
 
 def render(runs: Sequence[Reported], template: Path) -> str:
-    """The page. Raises UserError if the files of a run are missing."""
-    finished = [run for run in runs if "step_seconds" in run.summary]
+    """The page. Raises UserError if a run has neither finished nor left gradients."""
     compared = gradients(runs)
-    names = {run.name for run in finished} | {row["name"] for row in compared}
-    losses = {run.name: dict(enumerate(run.summary["loss"], 1)) for run in finished}
+    names = {row["name"] for row in compared}
+    finished = [run for run in runs if "step_seconds" in run.summary or run.name not in names]
+    losses = {run.name: dict(enumerate(run.finished["loss"], 1)) for run in finished}
     panels, foot = {"training loss": losses}, "nats per target"
     return fill_template(
         template,
         runs={run.name: run for run in runs},
         finished=finished,
-        unfinished=[run for run in runs if run.name not in names],
         gradients=compared,
         about=in_words,
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
         apart=apart,
+        picture=lambda step: inline(lambda path: draw_step(path, step, "predicted")),
         losses=inline(lambda path: draw_curves(path, panels, "", foot, "step")) if finished else "",
         **stepper([run.start for run in finished if run.start]),
     )
 
 
 def reported(folders: Iterable[Path], machine: describe.Machine | None = None) -> list[Reported]:
-    """The runs of these folders; their names are paths where folders share a name. Raises UserError
-    if one has no run."""
+    """The runs of these folders; their names are paths where folders share a name."""
     folders = list(dict.fromkeys(folders))
     names = [folder.absolute().name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
-    runs = [Reported(folder, name, machine) for folder, name in zip(folders, names, strict=True)]
-    for run in runs:
-        if not run.summary:
-            raise UserError(f"{run.folder}: it has no {SUMMARY}; name the --workdir of a run")
-    return runs
+    return [Reported(folder, name, machine) for folder, name in zip(folders, names, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, chunks_of, find
 from pipeline.schedules.schedule import Schedule, stage_ranks
 from runtime.axes import named
 
-from .style import readable
+from .style import readable, with_error
 
 PAGE = Path(__file__).parents[1] / "page"
 GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "chunks": [2, 3, 4]}
@@ -35,6 +35,7 @@ def fill_template(template: Path, **content: Any) -> str:
     environment.filters |= {
         "named": named,
         "number": readable,
+        "spread": lambda mean_and_std: with_error(*mean_and_std),
         "tiny": lambda value: f"{value:.1e}" if value else "0",
         "share": lambda value: f"{value:.1%}",
         "ms": lambda value: f"{1e3 * value:.1f}",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -81,20 +82,17 @@ class Run:
         rank. If threads have several stages, `ranks` in `about` gives each stage's rank. Raises
         UserError if the file of a rank is missing or cannot be read."""
         workers: dict[str, list[Event]] = {}
-        rank, world_size = 0, 1
-        while rank < world_size:  # an earlier, larger run may have left more files
+        for rank in range(self.summary.get("world_size", 1)):
             path = self.folder / f"timeline_rank{rank}.json"
             if not path.is_file():
                 raise UserError(f"{path} is missing; make the run again, with --timeline 10")
             content = read_json(path)
-            ranks, world_size = content["about"].get("ranks"), content["world_size"]
-            for event in (Event(*event) for event in content["events"]):
+            ranks = content["about"].get("ranks")
+            for event in starmap(Event, content["events"]):
                 s = max(0, event.stage)  # without a stage it counts for the first one
-                name = f"rank {ranks[s]}" if ranks else f"stage {s}"
-                if content["workers"] == "rank":
-                    name = f"rank {rank}"
+                thread = f"rank {ranks[s]}" if ranks else f"stage {s}"
+                name = f"rank {rank}" if content["workers"] == "rank" else thread
                 workers.setdefault(name, []).append(event)
-            rank += 1
         return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1])))
 
     def over_epochs(self, metric: str) -> tuple[float, float]:

@@ -72,7 +72,8 @@ def left_by_make_report() -> None:
     write_one_and_two(root)
     sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2, "schedule": "gpipe"}
     for name, mode in (("mp", "model_parallel"), ("pp", "pipeline_parallel")):
-        write_epochs(root / name, "eval_results", SINGLE, model_parallel_mode=mode, **sizes)
+        about = {"world_size": 2, "model_parallel_mode": mode, **sizes}
+        write_epochs(root / name, "eval_results", SINGLE, **about)
         write_timelines(root / name, PIPELINE, schedule="gpipe")
 
 

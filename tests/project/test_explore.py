@@ -45,7 +45,7 @@ SOLUTIONS: dict[str, Moves] = {
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("explore") / "explore.html"
-    report.main(["--explore", "--out", str(path)])
+    report.main(["--explore", "--output", str(path)])
     return path
 
 

@@ -397,7 +397,7 @@ def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         ("pipeline3", "1f1b", "F B I W R optimizer send receive all_reduce barrier"),
         ("fsdp3", None, "F R B optimizer all_reduce all_gather reduce_scatter barrier"),
     ):
-        rows = [[(kind, s, 0, k, k + 1) for k, kind in enumerate(kinds.split())] for s in range(2)]
+        rows = [[(kind, s, 0, k, k + 1) for k, kind in enumerate(kinds.split())] for s in range(3)]
         write_run(tmp_path, name, rows, schedule=schedule)
     for command in (
         ("split_time", runs), ("throughput", runs), ("memory", "ddp=4,fsdp=4"),

@@ -27,7 +27,6 @@ from project.figures.gantt import events_of
 from project.figures.pages import letters, stepper
 from project.figures.runs import Run
 from tests.browser import browser
-from tests.project.conftest import Refusal
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
@@ -299,28 +298,14 @@ def test_a_course_of_one_epoch_has_its_page(course: Path, tmp_path: Path) -> Non
     assert "Times are means over one epoch, which is slower than those after it." in text_of(page)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+def test_what_has_not_finished_is_refused(tmp_path: Path) -> None:
+    """No run, and one that was killed and left its options."""
+    (tmp_path / "options.json").write_text('{"command": "python x.py", "batch_size": 8}')
     (tmp_path / "empty").mkdir()
-    said = refusal(report.main, [str(tmp_path / "empty"), "--template", "none.html"])
-    assert "--template none.html: there is no such file; it may be" in said
-    with pytest.raises(UserError, match=r"empty: it has no summary.json; name the --workdir of"):
-        report.main([str(tmp_path / "empty")])
-
-
-def test_a_run_that_was_interrupted_says_what_it_measured(tmp_path: Path) -> None:
-    """Before its first epoch it leaves its options and the lines of its steps, or none."""
-    folder, none = tmp_path / "killed", tmp_path / "none"
-    for path in (folder, none):
-        path.mkdir()
-        (path / "options.json").write_text('{"command": "python x.py", "batch_size": 8}')
-    steps = [{"loss": 4 - k, "seconds": s, "tokens_per_sec": 60} for k, s in enumerate((9, 2, 2.5))]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    text = text_of(report.render(report.reported([folder, none]), PAGE / "report.html"))
-    said = (
-        "it has done 3 steps ; a step takes 2250.0 ms , the median of all but the first; "
-        "the last training loss is 2.0000"
-    )
-    assert said in text and "it ended before its first step" in text
+    for folder in (tmp_path, tmp_path / "empty"):
+        said = rf"{folder} has no summary.json; name the --workdir of a finished run"
+        with pytest.raises(UserError, match=said):
+            report.main([str(folder)])
 
 
 def test_a_browser_takes_the_step_of_a_run_apart(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     record(0, tmp_path)
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
+    (tmp_path / "options.json").write_text('{"world_size": 2}')
     workers = Run(tmp_path).timeline
     events = [
         Event("F", 0, 0, 100.0, 100.25, 0),
