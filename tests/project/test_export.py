@@ -194,9 +194,9 @@ def with_more_tokens(good: bytes) -> bytes:
 
 SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("model.safetensors", lambda good: good[:1000], r"\(SafetensorError: Error while "),
-    ("model.safetensors", without_a_bias, f"{MISSING} is missing, "),
+    ("model.safetensors", without_a_bias, f"{MISSING} is missing in its "),
     (CONFIG, with_field("vocab_size", 301),
-     r"\(ValueError: transformer.wte.weight is \[300, 16\], config.json says \[301, 16\]\)"),
+     r"\(ValueError: transformer.wte.weight is \[300, 16\] in .*, and \[301, 16\] in config"),
     (CONFIG, with_field("model_type", "bert"), "its model_type is bert"),
     (CONFIG, with_field("scale_attn_weights", False), "its scale_attn_weights is False, and here "),
     (CONFIG, with_field("scale_attn_by_inverse_layer_idx", True), "its scale_attn_by_inverse_l"),
@@ -232,9 +232,7 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
         path.write_bytes(good)
     weights = Path("model/model.safetensors")
     weights.rename("model/pytorch_model.bin")
-    with pytest.raises(
-        UserError, match=r"not in \*\.safetensors, and .*pytorch_model\.bin neither"
-    ):
+    with pytest.raises(UserError, match=r"wte.weight is missing in its \*\.safetensors"):
         parse(line + "24")
     Path("model/pytorch_model.bin").rename(weights)
     path.unlink()
@@ -247,7 +245,7 @@ def test_the_first_rank_of_a_host_checks_what_a_model_is(pairs: Path) -> None:
     shutil.copytree(pairs, "model")
     Path("model/model.safetensors").unlink()
     line = "train tensor --model model --model_max_length 24"
-    with under_torchrun(), pytest.raises(UserError, match="its weights are not in"):
+    with under_torchrun(), pytest.raises(UserError, match="is missing in its"):
         parse(line)
     with under_torchrun(rank=1, local_rank=1):
         assert parse(line).model == "model"

@@ -73,31 +73,23 @@ class LanguageTask(SequenceTask):
         the last tokens are held out for it."""
         args, length, chosen = self.args, self.args.model_max_length, dict(files)
         if "validation" not in files:
-            n = len(files["train"].part)
+            stream = files["train"]
+            n = len(stream.part)
             cut = min(n * (HELD_OUT - 1) // HELD_OUT, n - 2)  # validation predicts a token
-            chosen = {
-                "train": files["train"].of(range(cut)),
-                "validation": files["train"].of(range(cut, n)),
-            }
+            chosen = {"train": stream.of(range(cut)), "validation": stream.of(range(cut, n))}
             self.notes.append(
                 f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
             )
         for split, least in (("train", length), ("validation", 1)):
-            n = len(chosen[split].part) - 1  # the first token is not predicted
+            tokens, most = chosen[split].part, getattr(args, f"n_{split}")
+            n = max(0, len(tokens) - 1)  # the first token is not predicted
             if n < least:
-                shorter = f"--model_max_length {n // 4}, or " if n > 7 else ""
                 raise UserError(
-                    f"--dataset {args.dataset} --model_max_length {length}: {split} has "
-                    f"{max(0, n)} tokens, fewer than one sequence; {shorter}more text, works"
+                    f"--dataset {args.dataset} --model_max_length {length}: {split} has {n} "
+                    "tokens, fewer than one sequence; a smaller length, or more text, works"
                 )
-            whole, most = len(chosen[split]), getattr(args, f"n_{split}")
-            if most is not None and most < whole:
-                chosen[split] = chosen[split].of(chosen[split].part[: most * length + 1])
-                first = f"the first {most:,} of {whole:,} sequences"
-                self.notes.append(f"{split}: {first}; --n_{split} all takes all.")
-            elif most is not None and whole < most:
-                there = f"all {whole:,} sequences"
-                self.notes.append(f"{split}: {there}; --n_{split} {most:,} asks for more.")
+            if most is not None:
+                chosen[split] = chosen[split].of(tokens[: most * length + 1])
         return chosen
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002

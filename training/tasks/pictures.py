@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.launch.errors import UserError
+from training.launch.errors import UserError, listed
 
 from .text_files import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
@@ -64,10 +64,6 @@ class PictureSets:
     train: Pictures
     test: Pictures
     classes: tuple[str, ...]
-
-    def fingerprints(self) -> dict[str, str]:
-        """The hashes of both sets."""
-        return {"train": self.train.fingerprint(), "test": self.test.fingerprint()}
 
 
 def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,19 +117,15 @@ def _as_pictures(images: Any, labels: Any) -> Pictures:
 def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
     """A folder, or a dataset of the hub. No more pictures are decoded than asked for."""
     splits = load_splits(name)
-    if not {"train", "test"} <= set(splits):
+    features = next(iter(splits.values())).features
+    image = next((key for key in ("img", "image") if key in features), "")
+    label = next((key for key in ("label", "fine_label") if key in features), "")
+    names = getattr(features.get(label), "names", None)
+    if not {"train", "test"} <= set(splits) or not image or not names:
         raise UserError(
-            f"--dataset {name}: it has {', '.join(sorted(splits))}, and train and test are needed; "
-            f"{NO_NETWORK}"
-        )
-    features = splits["train"].features
-    image = next((key for key in ("img", "image") if key in features), None)
-    label = next((key for key in ("label", "fine_label") if key in features), None)
-    names = getattr(features[label], "names", None) if label else None
-    if image is None or label is None or not names:
-        raise UserError(
-            f"--dataset {name}: its columns are {', '.join(features)}; an image (img) and a label "
-            f"with named classes are needed, as in cifar10; {NO_NETWORK}"
+            f"--dataset {name}: it has {listed(sorted(splits), 'and')}, with the columns "
+            f"{listed(features, 'and')}; train and test are needed, with an image (img) and a "
+            f"label with named classes, as in cifar10{NO_NETWORK}"
         )
     train, test = (
         _as_pictures(

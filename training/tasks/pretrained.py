@@ -47,7 +47,9 @@ def check_pretrained(name: str) -> int:
     for parameter, p in model.named_parameters():  # a tied head is not among them
         *_, shape = stored.get(parameter.removeprefix(PREFIX), ("missing",))
         if shape != list(p.shape):
-            raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
+            raise ValueError(
+                f"{parameter} is {shape} in its *.safetensors, and {list(p.shape)} in config.json"
+            )
     # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
     # on top, with new rows.
     tokens = len(AutoTokenizer.from_pretrained(name))
@@ -118,9 +120,4 @@ def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (it is no dictionary)
                 parameters[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
-    if not parameters:
-        raise ValueError(
-            "its weights are not in *.safetensors, and no other file is read (pytorch_model.bin "
-            "neither): save_pretrained of transformers writes them"
-        )
     return parameters

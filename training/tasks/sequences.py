@@ -270,9 +270,9 @@ class SequenceTask(TrainingTask, ABC):
         return [every[i % size][i // size] for i in range(len(prompts))]
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the tokens that each split is taken from, and how many examples it has."""
-        about = {split: self.about.get(split, self.about["train"]) for split in self.examples}
-        return {split: f"{about[split]['hash']} {len(self.examples[split])}" for split in about}
+        """A hash of the tokens of the source's splits, and how many examples train has."""
+        n = len(self.examples["train"])
+        return {split: f"{about['hash']} {n}" for split, about in self.about.items()}
 
     def _tokenizer(self) -> dict[str, bytes]:
         """The files of a pretrained tokenizer, or of one that is trained, or was before."""

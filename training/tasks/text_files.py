@@ -25,6 +25,7 @@ import csv
 import io
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,14 +235,11 @@ def text_lines(file: Iterable[bytes]) -> Iterator[str]:
         yield text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def _json_rows(file: BinaryIO) -> Iterator[Any]:
+def _json_rows(file: io.BufferedReader) -> Iterator[Any]:
     """Reads a list of rows, or a row per line."""
-    content = file.read()
-    is_list = content.decode("utf-8-sig").lstrip().startswith("[")
-    return iter(json.loads(content)) if is_list else _json_lines(io.BytesIO(content))
-
-
-def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
+    if file.peek(1).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        yield from json.load(file)
+        return
     for number, line in enumerate(text_lines(file), 1):
         if line.strip():
             try:
@@ -310,6 +308,6 @@ def pieces(text: str) -> Iterator[str]:
 
 
 READERS: dict[str, Callable[[Any], Iterator[Any]]] = {  # by a file's ending
-    ".txt": _documents, ".jsonl": _json_lines, ".json": _json_rows, ".parquet": _parquet_rows,
+    ".txt": _documents, ".jsonl": _json_rows, ".json": _json_rows, ".parquet": _parquet_rows,
     ".csv": partial(_table_rows, ",;\t"), ".tsv": partial(_table_rows, "\t"),
 }  # fmt: skip

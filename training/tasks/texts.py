@@ -134,17 +134,11 @@ class Texts:
             if split not in parts:
                 _, train = parts["train"]
                 count = min(self.asked[split] or TAKEN[split], -(-(len(train) - 1) // 10))
-                left = len(train) - count  # a pair stays
+                left = len(train) - count  # not without a pair
                 parts |= {"train": ("train", train[:left]), split: ("train", train[left:])}
                 pairs = counted(count, "pair")
                 notes.append(f"no {split} split: {pairs} held out from the end of train.")
-        for split in SPLITS:
-            (origin, part), most = parts[split], self.asked[split]
-            if most is not None and len(part) < most:
-                there = counted(len(part), "pair")
-                notes.append(f"{split}: all {there}; --n_{split} {most:,} asks for more.")
-            parts[split] = origin, part[:most]
-        return {split: parts[split] for split in SPLITS}
+        return {split: (parts[split][0], parts[split][1][: self.asked[split]]) for split in SPLITS}
 
 
 def load_texts(args: Options, world: World, translates: bool = False) -> Texts:

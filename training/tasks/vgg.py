@@ -175,4 +175,5 @@ class PictureTask(TrainingTask):
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the pictures."""
-        return self.sets.fingerprints()
+        sets = {"train": self.sets.train, "test": self.sets.test}
+        return {name: pictures.fingerprint() for name, pictures in sets.items()}

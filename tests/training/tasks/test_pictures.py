@@ -31,8 +31,8 @@ def test_builtin_sets() -> None:
     assert (len(sets.train), len(sets.test), sets.classes) == (30, 20, CLASSES)
     assert not torch.equal(sets.train.images[:20], sets.test.images)
     longer = load_pictures("builtin", 40, 20)
-    assert longer.fingerprints()["test"] == sets.fingerprints()["test"]
-    assert longer.fingerprints()["train"] != sets.fingerprints()["train"]
+    assert longer.test.fingerprint() == sets.test.fingerprint()
+    assert longer.train.fingerprint() != sets.train.fingerprint()
 
 
 def test_inputs_are_from_minus_two_to_two() -> None:
@@ -81,8 +81,8 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sets.train.images[0].unique().tolist() == [77]
     assert sets.train.images[1, :, 5, 9].tolist() == [1, 2, 3]
     for wrong, word in (
-        ({"train": split}, "train and test are needed"),
-        ({"train": Dataset.from_dict({"text": []}), "test": split}, "its columns are text"),
+        ({"train": split}, "with the columns img and label; train and test are"),
+        ({"train": Dataset.from_dict({"text": []}), "test": split}, "with the columns text; "),
     ):
         monkeypatch.setattr("training.tasks.pictures.load_splits", lambda _, found=wrong: found)
         with pytest.raises(UserError, match=word):
