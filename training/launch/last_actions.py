@@ -7,7 +7,7 @@ Idea: a rank notes each action as it begins, in memory that all ranks of its mac
 first failure prints every rank's last action. The launcher makes this memory; under torchrun it is
 a file in the folder that torchrun makes on each machine, and each machine prints its own ranks.
 
-    2 of 3 ranks wait in receive of step 41; rank 2 is elsewhere: look there
+    2 of 3 ranks wait in receive of step 41; look at rank 2
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
        0  receive                              0            1     1  1.0 s ago
        1  receive                              1            1     2  1.0 s ago
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import listed
 from .world import LastAction
 
 WAITS = {  # actions that end when other ranks act
@@ -45,24 +46,16 @@ def in_file(path: Path, size: int) -> Any:
 
 
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
-    """Where to look: what ranks wait in, and who does not wait; or, if all wait, who does not wait
-    in the same as most. Empty if none waits, or all wait in the same."""
+    """Where to look: what ranks wait in, and who does not wait. Empty if none waits, or all do."""
     names = [action.name.decode() for action in actions]
     waits = Counter(name for name in names if name in WAITS)
-    if not waits or not all(action.begun for action in actions):  # all are on their way
+    others = [str(rank) for rank, name in enumerate(names, first_rank) if name not in waits]
+    if not waits or not others:
         return ""
-    if waits.total() == len(names):
-        waits = Counter(dict(waits.most_common(1)))
-    elsewhere = [rank for rank, name in enumerate(names, first_rank) if name not in waits]
-    if not elsewhere:
-        return ""
-    count, most = waits.total(), [name for name, _ in waits.most_common()]
-    step = next(a.step for a, name in zip(actions, names, strict=True) if name == most[0])
-    who = f"rank {elsewhere[0]} is" if len(elsewhere) == 1 else f"ranks {elsewhere} are"
-    wait = "waits" if count == 1 else "wait"
+    step = next(a.step for a, name in zip(actions, names, strict=True) if name in waits)
     return (
-        f"{count} of {len(names)} ranks {wait} in {' and '.join(most)} of step {step}; {who} "
-        "elsewhere: look there\n"
+        f"{waits.total()} of {len(names)} ranks wait in {listed(waits, 'and')} of step {step}; "
+        f"look at rank {listed(others, 'and')}\n"
     )
 
 

@@ -37,6 +37,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
@@ -57,7 +58,7 @@ from .signals import ASKED, NOTICED, NOTICES, OF_TERMINAL, answer, heeded
 from .world import LastAction, World, choose_device, quiet_libraries
 
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
-GONE = 5.0  # seconds for the system to end a rank whose pipe it has closed
+GONE = 5.0  # seconds for a rank to be gone that has reported, or whose pipe the system has closed
 
 # How a rank has ended: well, by an error that explains itself, or by one that is printed like this.
 Report = UserError | RunError | str | None
@@ -117,10 +118,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
         with heeded(processes):
             report = watch(processes, pipes, settings.timeout, last)  # until the end of the run
             notices = [*NOTICED]
-        for process in processes if not isinstance(report, str) else ():
-            process.join(GONE)  # they end by themselves, with what they have printed
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for process in processes:
             process.kill()
             process.join()
@@ -137,42 +135,44 @@ def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
 ) -> Report:
     """Returns None when every rank has reported that it is done, else what the first that failed
-    has reported; a text has the table of last actions below it."""
+    has reported; a text has its rank above it, and the table of last actions below."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    failures: list[tuple[float, int, Report]] = []  # when, who, and how
     limit = None  # until the first report
-    failures: list[tuple[float, Report]] = []
     while silent and (ready := wait([*silent], limit)):
-        ranks = [silent.pop(pipe) for pipe in ready]  # they have reported, or their pipes ended
-        reports = [_received(pipes[rank], processes[rank], rank) for rank in ranks]
-        failures += [(when, report) for when, report in reports if report is not None]
+        for pipe in ready:
+            rank = silent.pop(pipe)
+            when, report = _received(pipe, processes[rank])
+            if report is not None:
+                failures.append((when, rank, report))
         # One rank is done only after all have met at the final barrier. One that has lost another
         # may say so before the system has closed the pipe of the other.
         limit = SEEN if failures else timeout
-    _, first = min(failures, key=lambda failure: failure[0], default=(0.0, None))
-    if silent and first is None:
-        first = failed(min(silent.values()), "It does not answer.\n")
-    return first + table(last) if isinstance(first, str) else first
+    if silent and not failures:
+        failures.append((0.0, min(silent.values()), "It does not answer.\n"))
+    if not failures:
+        return None
+    _, rank, report = min(failures, key=lambda failure: failure[0])
+    if isinstance(report, str):
+        report = f"rank {rank} failed; the run has been ended.\n{report}{table(last)}"
+    return report
 
 
-def failed(rank: int, text: str) -> str:
-    """The report on a rank whose error does not explain itself."""
-    return f"rank {rank} failed; the run has been ended.\n{text}"
-
-
-def _received(pipe: Any, process: Any, rank: int) -> tuple[float, Report]:
+def _received(pipe: Any, process: Any) -> tuple[float, Report]:
     """When a rank ended (time.monotonic), and its report. If it died without one, how; before all
     that reported, who may have lost their connection to it."""
-    try:
-        report: tuple[float, Report] = pipe.recv()
+    report: tuple[float, Report] | None = None
+    with suppress(EOFError, OSError):  # the latter: it died in the middle of its report
+        report = pipe.recv()
+    process.join(GONE)  # now it prints what it has not printed yet, and ends
+    if report is not None:
         return report
-    except (EOFError, OSError):  # the latter: in the middle of its report
-        process.join(GONE)  # for its exit code
     code = process.exitcode
-    if code is not None and code < 0:
-        by = signal.Signals(-code)
-        why = " Perhaps memory ran out: then the system does that." * (by is signal.SIGKILL)
-        return 0.0, failed(rank, f"It was killed by {by.name}.{why}\n")
-    return 0.0, failed(rank, f"It exited with status {code} before it was done.\n")
+    if code is None or code >= 0:
+        return 0.0, f"It exited with status {code} before it was done.\n"
+    by = signal.Signals(-code)
+    why = " Perhaps memory ran out: then the system does that." * (by is signal.SIGKILL)
+    return 0.0, f"It was killed by {by.name}.{why}\n"
 
 
 def _rank_main(
@@ -198,7 +198,7 @@ def _rank_main(
     except (UserError, RunError) as error:
         report = error
     except BaseException as error:
-        report = failed(rank, format_error(error))
+        report = format_error(error)
     pipe.send((time.monotonic(), report))
     leave("", int(report is not None))
 

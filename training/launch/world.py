@@ -163,7 +163,6 @@ def quiet_libraries() -> None:
     ranks."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_VERBOSITY": "error",
         "DATASETS_VERBOSITY": "critical",  # its errors are raised as well
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -14,15 +14,17 @@ from training.launch.world import LastAction
 
 
 def test_the_columns_of_the_table() -> None:
-    """And nobody is elsewhere where nobody waits, or all do."""
+    """Below where to look; where all wait, or none does, nobody is to blame."""
     last = (LastAction * 2)()
+    assert not verdict([*last])
     for action in last:
         action.note("receive")
-    assert not verdict(list(last))
+    assert not verdict([*last])
     last = (LastAction * 2)()
     last[1].note("reduce-scatter", 12, 3, 0)
     last[1].begun -= 61
-    assert table(list(last), first_rank=8).splitlines() == [
+    assert table([*last], first_rank=8).splitlines() == [
+        "1 of 2 ranks wait in reduce-scatter of step 0; look at rank 8",
         "rank  last action               stage, layer or bucket  micro-batch  peer  begun",
         "   8                                                                       not yet",
         "   9  reduce-scatter                                12            3     0  61.0 s ago",
@@ -65,8 +67,7 @@ def test_a_hang_costs_the_time_out_of_a_step_and_is_seen_in_the_table(
     ended = run_warm([str(tmp_path / "hang.py"), *line.split()], tmp_path)
     assert ended.returncode == 1 and time.monotonic() - start < 50
     lines, n = ended.stderr.splitlines(), len(WAITING[strategy])
-    (at,) = (i for i, line in enumerate(lines) if "elsewhere: look there" in line)
-    assert lines[at].startswith(f"{n - 1} of {n} ranks wait")
-    assert "of step 4; rank 1 is" in lines[at]
+    (at,) = (i for i, line in enumerate(lines) if line.endswith("of step 4; look at rank 1"))
+    assert lines[at].startswith(f"{n - 1} of {n} ranks wait in {WAITING[strategy][0].split()[1]}")
     rows = lines[at + 2 : at + 2 + n]
     assert [" ".join(row.rpartition("  ")[0].split()) for row in rows] == WAITING[strategy]

@@ -32,7 +32,7 @@ from tests.training import programs
 from tests.warm import run_warm
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError, format_error
-from training.launch.launch import failed, watch
+from training.launch.launch import watch
 from training.launch.meeting import agree_on_backend, host_store, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
 from training.options import Options
@@ -67,9 +67,9 @@ def test_a_failure_ends_the_run_with_the_one_traceback_that_matters(tmp_path: Pa
 # Which failure is printed
 
 
-def at(when: float, rank: int) -> tuple[float, str]:
+def at(when: float) -> tuple[float, str]:
     """The report of a rank that failed at that time."""
-    return when, failed(rank, f"failed at {when}\n")
+    return when, f"failed at {when}\n"
 
 
 def die(pipe: Any) -> None:
@@ -94,10 +94,10 @@ DONE = (2.0, None)
         ((DONE, None, DONE), 0, 1, "It exited with status 0 before it was done."),
         ((DONE, None, DONE), None, 1, "It does not answer."),  # it is stopped, say
         # All are there when the program looks: the first in time, and not the lowest rank.
-        ((at(3.0, 0), at(2.5, 1), at(2.75, 2)), None, 1, "failed at 2.5"),
-        ((at(1.0, 0), at(2.0, 1), DONE), None, 0, "failed at 1.0"),
+        ((at(3.0), at(2.5), at(2.75)), None, 1, "failed at 2.5"),
+        ((at(1.0), at(2.0), DONE), None, 0, "failed at 1.0"),
         # A rank that died says nothing: it is why the others have failed.
-        ((at(1.0, 0), None, at(1.5, 2)), -signal.SIGKILL, 1, "It was killed by SIGKILL."),
+        ((at(1.0), None, at(1.5)), -signal.SIGKILL, 1, "It was killed by SIGKILL."),
     ],
 )
 def test_the_first_failure_is_told_above_what_all_did_last(
