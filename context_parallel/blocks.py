@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runtime.shared_memory import wide
+from runtime.sums import wide
 
 aten = torch.ops.aten
 Dropped = Callable[[Tensor], Tensor] | None

@@ -41,7 +41,7 @@ from context_parallel import blocks
 from context_parallel.positions import zigzag
 from runtime.communicator import Communicator, Finish
 from runtime.dropout import Keys, dropout
-from runtime.shared_memory import wide
+from runtime.sums import wide
 
 ALL = slice(None)
 DroppedBlock = Callable[..., Tensor] | None

@@ -48,11 +48,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.communicator import Communicator
+from runtime.communicator import Communicator, Finish
 from runtime.guards import ForeignLeaves, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
+from runtime.pool import private_pool
 from runtime.recorder import Recorder, acting
-from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
 from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
@@ -87,8 +87,7 @@ class FullyShardedDataParallel:
         group: the ranks; by default all.
         recorder: is told of F, B, R (recompute), all_gather and reduce_scatter of each layer; and,
             without a layer, of all_reduce (of the numbers of micro-batches), reduce_scatter (the
-            rest after backward), optimizer, and barrier (of ranks that read each other's memory,
-            around an update).
+            rest after backward), optimizer, and barrier (around an update).
         recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
             them anyway: all but the last and embeddings.
         kind: of a name; parameters of different kinds go into different units.
@@ -138,26 +137,20 @@ class FullyShardedDataParallel:
         )  # fmt: skip
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
-        # Room for all parameters; and for the gradients of two layers at a time, in blocks rounded
-        # up to a power of two.
         groups = [group_of(unit.entries[0].name) or self.group for unit in planned]
-        room = dict.fromkeys([self.group, *groups], 0)
-        for unit, of_unit in zip(planned, groups, strict=True):
-            room[of_unit] += aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes)
-        lent = {
-            ranks: Communicator(ranks, recorder).lend(nbytes, self.device)
-            for ranks, nbytes in room.items()
-        }
-        self.buffers, self._all_buffers = lent[self.group], [*lent.values()]
-        pairs = zip(planned, groups, strict=True)
-        self.units = [ShardedUnit(unit, lent[of_unit], zero) for unit, of_unit in pairs]
+        self._communicators = {ranks: Communicator(ranks) for ranks in (self.group, *groups)}
+        self.communicator, pool = self._communicators[self.group], private_pool(self.device)
+        self.units = [
+            ShardedUnit(unit, self._communicators[ranks], pool, self.device, zero)
+            for unit, ranks in zip(planned, groups, strict=True)
+        ]
         for u, whole in zip(self.units, parameters, strict=True):
             u.fill(whole, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     name = names.get(buffer, key)
-                    module._buffers[key] = first_value(buffer, name, self.buffers, init)
+                    module._buffers[key] = first_value(buffer, name, self.group, self.device, init)
         self.parameters_changed()  # nobody reads before all have filled theirs
         self.layers = [
             GatheredLayer(k, layer, places[k], self.units, recompute, self.device)
@@ -170,7 +163,7 @@ class FullyShardedDataParallel:
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
         self._microbatch = 0  # backwards since the last step
-        self._reducing: Wait | None = None  # the sum that was started last
+        self._reducing: list[Finish] = []  # the sums that were started last
 
     # A pass over the layers
 
@@ -278,10 +271,9 @@ class FullyShardedDataParallel:
     def finish_gradients(self) -> None:
         """Waits until the ``grad`` of every shard is the sum over the ranks, to be inspected or
         scaled before `optimizer_step` (which also calls this). All ranks must call it."""
-        if self._reducing is not None:
+        if self._reducing:
             with self._record("reduce_scatter", -1):
-                self._reducing()
-            self._reducing = None
+                self._finish_sums()
 
     def zero_grad(self) -> None:
         """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
@@ -301,8 +293,7 @@ class FullyShardedDataParallel:
         for u in self._trained:
             u.shard.grad = None
             u.publish()
-        for buffers in self._all_buffers:
-            buffers.compare(self._microbatch)  # nobody gathers old values
+        self._barrier(self._microbatch)  # nobody gathers old values
         self._microbatch = 0
 
     # What this rank holds
@@ -310,13 +301,13 @@ class FullyShardedDataParallel:
     def get_local_info(self, layer: int) -> list[FlatSlice]:
         """What this rank holds of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
-        return [held for u in units for held in u.unit.slices(u.buffers.rank, u.shard.data)]
+        return [x for u in units for x in u.slices(u.shard.data)]
 
     def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
         self.finish_gradients()
-        shards = [(u, u.shard.grad) for u in self.layers[layer].units]
-        return [x for u, g in shards if g is not None for x in u.unit.slices(u.buffers.rank, g)]
+        units = self.layers[layer].units
+        return [x for u in units if u.shard.grad is not None for x in u.slices(u.shard.grad)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, valid until the next forward. All ranks must
@@ -357,7 +348,7 @@ class FullyShardedDataParallel:
                 for u in units:
                     u.finish_gather()
         for u in following:
-            if u.buffers.overlaps:
+            if u.communicator.overlaps(self.device):
                 u.start_gather()  # in transit while this layer computes
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
@@ -377,23 +368,18 @@ class FullyShardedDataParallel:
         units = [u for u in self._trained if layer in u.unit.layers]
         if not units:
             return
-        if self._reducing is not None:
-            self._reducing()  # one at a time, since the next one uses its memory
-        waits = []
-        for buffers in dict.fromkeys(u.buffers for u in units):
-            theirs = [u for u in units if u.buffers is buffers]
-            sums = [u.sum_of(gradients.get(u.unit.index)) for u in theirs]
-            waits.append(buffers.start_sums(sums))
+        self._finish_sums()  # one layer at a time, since the next one uses its memory
+        self._reducing = [u.start_sum(gradients.get(u.unit.index)) for u in units]
 
-        def finish() -> None:
-            for wait in waits:
-                wait()
+    def _finish_sums(self) -> None:
+        for finish in self._reducing:
+            finish()
+        self._reducing = []
 
-        self._reducing = finish
-
-    def _barrier(self) -> None:
-        for buffers in self._all_buffers:
-            buffers.barrier()
+    def _barrier(self, number: int | None = None) -> None:
+        with self._record("barrier", -1):
+            for communicator in self._communicators.values():
+                communicator.barrier(self.device, number)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x

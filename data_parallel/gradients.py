@@ -25,8 +25,8 @@ while backward continues with earlier layers.
     model.average_gradients()                     # p.grad is the mean over the ranks
     optimizer.step()
 
-CPU ranks of one machine read each other's buckets (runtime/buffers.py), and nothing travels: a full
-bucket is announced while backward runs, and all are averaged in finish(). To average what has
+CPU ranks of one machine read each other's buckets (runtime/communicator.py), and nothing travels: a
+full bucket is announced while backward runs, and all are averaged in finish(). To average what has
 arrived between the layers of backward was no faster, since it takes the core that computes.
 
 Cost: one broadcast of the parameters. A ring all-reduce of G bytes over W ranks sends
@@ -52,9 +52,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from runtime.communicator import Communicator
+from runtime.communicator import Communicator, Finish
 from runtime.recorder import Recorder, acting
-from runtime.shared_memory import Wait, aligned
 from runtime.waits import control_device
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -107,15 +106,17 @@ class _Bucket:
     gradient. The flags are summed with the gradients, which tells every rank which parameters have
     a gradient on any rank."""
 
-    def __init__(self, parameters: list[nn.Parameter], flat: Tensor) -> None:
-        self.parameters, self.flat = parameters, flat
-        self.gradients, self.flags = flat[: -len(parameters)], flat[-len(parameters) :]
-        parts = self.gradients.split([p.numel() for p in parameters])
+    def __init__(self, parameters: list[nn.Parameter], communicator: Communicator) -> None:
+        self.parameters, first = parameters, parameters[0]
+        numels = [p.numel() for p in parameters]
+        numel = sum(numels) + len(parameters)
+        self.flat = communicator.keep(numel, first.dtype, first.device)
+        *parts, self.flags = self.flat.split([*numels, len(parameters)])
         self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         self.waiting = len(parameters)  # gradients that this backward has yet to produce
         self.arrived = 0  # of backwards that send nothing
         self.complete = True  # every parameter has a gradient on this rank
-        self.finish: Wait | None = None  # replaces it by the mean, flags too
+        self.finish: Finish | None = None  # replaces it by the mean, flags too
         self.sent_at = 0.0
 
     def adopt(self) -> None:
@@ -180,7 +181,8 @@ class GradientBuckets:
             on a CPU, which stay in the cores' caches.
         comm_dtype: the type in which gradients are sent and summed; by default their own.
         recorder: is told of each bucket's `all_reduce`: if it travels while backward runs, from its
-            start to its result, else of averaging it in `finish`; and of the `barrier` after that.
+            start to its result, else of averaging it in `finish`; and of the `barrier` after that,
+            for which only ranks that read each other's memory wait.
 
     Raises:
         ValueError: the model has nothing to train.
@@ -200,19 +202,13 @@ class GradientBuckets:
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
         self.recorder = recorder
-        device = trained[0].device
-        most = bucket_bytes or (4 if device.type == "cpu" else 25) << 20
+        self._device = trained[0].device
+        most = bucket_bytes or (4 if self._device.type == "cpu" else 25) << 20
         separate = set(apart)  # only looked up in: its order may differ between ranks
         groups = in_groups([p for p in trained if p not in separate], most)
         groups += [[p] for p in trained if p in separate]
-        numels = [sum(p.numel() for p in ps) + len(ps) for ps in groups]  # gradients, then flags
-        nbytes = [aligned(n * ps[0].itemsize) for n, ps in zip(numels, groups, strict=True)]
-        communicator = Communicator(group or dist.group.WORLD, recorder)
-        self._buffers = communicator.lend(sum(nbytes), device, comm_dtype)
-        self.buckets = [
-            _Bucket(ps, self._buffers.keep(numel, ps[0].dtype))
-            for ps, numel in zip(groups, numels, strict=True)
-        ]
+        self._communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
+        self.buckets = [_Bucket(ps, self._communicator) for ps in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
@@ -257,10 +253,11 @@ class GradientBuckets:
             self._send(self.buckets[self._next])
         for i, bucket in enumerate(self.buckets):
             assert bucket.finish is not None
-            start = bucket.sent_at if self._buffers.overlaps else None
-            with acting(self.recorder, "all_reduce", i, device=bucket.flat.device, start=start):
+            start = bucket.sent_at if self._communicator.overlaps(self._device) else None
+            with acting(self.recorder, "all_reduce", i, device=self._device, start=start):
                 bucket.finish()
-        self._buffers.barrier()  # all ranks have written their parts of my buckets
+        with acting(self.recorder, "barrier"):  # all ranks have written their parts of my buckets
+            self._communicator.barrier(self._device)
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
@@ -273,7 +270,7 @@ class GradientBuckets:
     def _send(self, bucket: _Bucket) -> None:
         bucket.complete_locally()
         bucket.sent_at = time.perf_counter()
-        bucket.finish = self._buffers.start_average(bucket.flat)
+        bucket.finish = self._communicator.start_mean(bucket.flat)
         self._next += 1
 
 

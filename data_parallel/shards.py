@@ -14,7 +14,7 @@ own, gathered for each of those layers. So do frozen parameters, and each dtype.
 
 `Unit` says where everything lies, `ShardedUnit` holds this rank's part: its first values, the whole
 parameters while they are gathered, the gradients. fsdp.py decides when to gather and to sum,
-runtime/buffers.py how.
+runtime/communicator.py how.
 
 Cost: every parameter and every shard starts on a cache line: at most 64 bytes of zeros each.
 """
@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.buffers import Buffers, Sum
+from runtime.communicator import Communicator, Finish
 from runtime.meta import Initialize, filled
+from runtime.pool import Pool
 from runtime.shared_memory import ALIGNMENT, Wait
 
 
@@ -87,19 +88,10 @@ class Unit:
             self.entries.append(Entry(name, p.shape, end, used))
             end = -(-used // step) * step
             self.gaps.append(slice(used, end))
-        self.shard_numel = -(-end // (world_size * step)) * step  # starts on a cache line
+        # A shard starts on a cache line, and has one at least: nothing has no address.
+        self.shard_numel = max(1, -(-end // (world_size * step))) * step
         self.numel = world_size * self.shard_numel
         self.gaps.append(slice(end, self.numel))
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole gathered unit."""
-        return self.numel * self.compute_dtype.itemsize
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """The bytes of the whole unit's gradients."""
-        return self.numel * self.dtype.itemsize
 
     def shard_slice(self, rank: int) -> slice:
         """Where a rank's shard lies in the unit."""
@@ -184,14 +176,16 @@ class ShardedUnit:
         gradient: memory for the shard's grad, from the first backward on.
     """
 
-    def __init__(self, unit: Unit, buffers: Buffers, zero: int) -> None:
-        self.unit, self.buffers = unit, buffers
+    def __init__(
+        self, unit: Unit, communicator: Communicator, pool: Pool, device: torch.device, zero: int
+    ) -> None:
+        self.unit, self.communicator, self.pool, self.device = unit, communicator, pool, device
         self.whole: Tensor | None = None
         self.empty: list[nn.Parameter] = []
         numel = unit.shard_numel if zero == 3 else unit.numel
-        storage = buffers.keep(numel, unit.compute_dtype)
+        storage = communicator.keep(numel, unit.compute_dtype, device)
         self.kept = storage if zero == 2 else None
-        self.published = storage if zero == 3 else storage[unit.shard_slice(buffers.rank)]
+        self.published = storage if zero == 3 else storage[unit.shard_slice(communicator.rank)]
         shard = self.published
         self.casts = unit.compute_dtype != unit.dtype
         if self.casts:
@@ -199,22 +193,26 @@ class ShardedUnit:
         self.shard = nn.Parameter(shard, unit.trainable)
         self.nbytes = storage.nbytes + (shard.nbytes if self.casts else 0)  # held permanently
         self.gradient: Tensor | None = None
-        self._lent: Tensor | None = None  # the memory of `whole`
         self._arrived: Wait | None = None  # of a gather that has started and is not finished
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
         """Fills the shard, of which one parameter at a time is whole: one on the meta device by
         `init`, another by rank 0's values. `empty` then replaces them."""
-        slices = {s.name: s for s in self.unit.slices(self.buffers.rank, self.shard.data)}
+        slices = {s.name: s for s in self.slices(self.shard.data)}
         for entry, parameter in zip(self.unit.entries, parameters, strict=True):
             if parameter.is_meta and entry.name not in slices:
                 continue  # none of it is here
-            whole = first_value(parameter, entry.name, self.buffers, init)
+            group = self.communicator.group
+            whole = first_value(parameter, entry.name, group, self.device, init)
             if entry.name in slices:
                 _, _, begin, values = slices[entry.name]
                 values.copy_(whole.flatten()[begin : begin + len(values)])
         self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
+
+    def slices(self, flat: Tensor) -> list[FlatSlice]:
+        """What this rank holds of each parameter, or of what is as long as its shard."""
+        return self.unit.slices(self.communicator.rank, flat)
 
     def parameters(self) -> list[nn.Parameter]:
         """Views of the gathered unit: new leaves each time, so that each graph has its own."""
@@ -238,9 +236,8 @@ class ShardedUnit:
         if self.whole is None:
             self.whole = self.kept
             if self.whole is None:
-                self._lent = self.buffers.scratch.take(self.unit.nbytes)
-                self.whole = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
-            self._arrived = self.buffers.start_gather(self.published, self.whole)
+                self.whole = self.pool.take(self.unit.numel, self.unit.compute_dtype)
+            self._arrived = self.communicator.start_gather(self.published, self.whole)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was started."""
@@ -250,22 +247,21 @@ class ShardedUnit:
 
     def free(self) -> None:
         """Gives lent memory back; zero 2 keeps its own."""
-        if self._lent is not None:
+        if self.whole is not None and self.kept is None:
             self.finish_gather()  # it writes there
-            self.buffers.scratch.give(self._lent)
-            self._lent = self.whole = None
+            self.pool.give(self.whole)
+            self.whole = None
 
-    def sum_of(self, gradients: Sequence[Tensor | None] | None) -> Sum:
-        """The sum over the ranks to be started next, of this rank's gradients by entry; None counts
-        as zero. It becomes the shard's grad, or is added to that."""
-        lent = self.buffers.terms.take(self.unit.gradient_nbytes)  # goes back when it is summed
-        whole = lent[: self.unit.gradient_nbytes].view(self.unit.dtype)
+    def start_sum(self, gradients: Sequence[Tensor | None] | None) -> Finish:
+        """Begins the sum over the ranks of this rank's gradients by entry; None counts as zero. It
+        becomes the shard's grad, or is added to that."""
+        whole = self.communicator.take(self.unit.numel, self.unit.dtype, self.device)
         _fill_whole(self.unit, whole, gradients)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.shard)
         accumulate = self.shard.grad is not None
         self.shard.grad = self.gradient
-        return Sum(whole, self.gradient, accumulate, lent)
+        return self.communicator.start_reduce_scatter(whole, 0, self.gradient, accumulate)
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The element of the gathered unit at which the tensor starts; None outside it."""
@@ -275,14 +271,20 @@ class ShardedUnit:
         return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
-def first_value(tensor: Tensor, name: str, buffers: Buffers, init: Initialize | None) -> Tensor:
+def first_value(
+    tensor: Tensor,
+    name: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    init: Initialize | None,
+) -> Tensor:
     """The value of a parameter or buffer with which training begins: on the meta device what `init`
     writes, otherwise rank 0's, for which all ranks must call this together."""
     if tensor.is_meta:
-        return filled(tensor, name, buffers.device, init)
-    value = tensor.detach().to(buffers.device).contiguous()
+        return filled(tensor, name, device, init)
+    value = tensor.detach().to(device).contiguous()
     in_bytes = value.flatten().view(torch.uint8)  # gloo does not send every dtype
-    dist.broadcast(in_bytes, group=buffers.group, group_src=0)
+    dist.broadcast(in_bytes, group=group, group_src=0)
     return value
 
 

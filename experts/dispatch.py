@@ -53,8 +53,7 @@ def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Se
 def exchange(rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
     """This rank's rows to their ranks, those for rank 0 first; returns what came from all, that of
     rank 0 first. `lengths`: by sender and receiver."""
-    exchanged: Tensor = _AllToAll.apply(rows, ranks, lengths)
-    return exchanged
+    return rows if ranks.size == 1 else _AllToAll.apply(rows, ranks, lengths)
 
 
 def swapped(lengths: Lengths) -> Lengths:

@@ -1,61 +1,62 @@
-"""Collectives within a group of ranks: shared memory on one host, else the process group.
+"""Exchanges within a group of ranks: through shared memory on one host, else the process group.
 
 Problem. Exchanges in the middle of a layer have hardly any work to overlap with. On CPUs gloo
-copies every byte into the kernel and out again.
+copies every byte into the kernel and out again. Buckets of gradients and shards of parameters live
+as long as the model: a collective that returns a new tensor would copy them every time.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
-writes its tensor into its own stretch, announces it, and reads what it needs from the others'
-stretches:
-
-    rank 0   write slot 0 | announce | read slots 0 | write slot 1 | announce | read slots 1 | ...
-
-Two slots are enough: a rank announces slot 1 only after reading slots 0, so when all have announced
-slot 1, slots 0 are free. Sums are taken in rank order, so every rank has the same bits. An
+announces a tensor that lies there, and reads what it needs of the others'. Memory for tensors that
+stay (`keep`), or are made to be summed (`take`), is lent from there and exchanged in place; other
+tensors are copied there first. Sums are taken in rank order, so every rank has the same bits. An
 announcement says which call it is, its turn, and the size and type of its tensor: ranks that make
 different calls end with an error. Whether ranks share a host is found out by trying, not inferred
-from their number.
+from their number. All others, and GPUs, exchange through the process group: NCCL or gloo.
 
-Each call can be started and finished later. A process group sends in between. Through memory
-nothing happens in between: the tensor is written when the call starts, and read and added up when
-it is finished; so a rank only waits less for one that is late.
+Each call is started and finished later. A process group sends in between. Through memory nothing
+happens in between: the tensor is announced when the call starts, and read and added up when it is
+finished, on the core that computes; so a rank only waits less for one that is late.
+
+    rank 0   backward of layer 2 | announce 2 | backward of layer 1 | sum 2, announce 1 | ...
+    rank 1   backward of layer 2  | announce 2 | backward of layer 1  | sum 2, announce 1 | ...
 
 Sums of 16-bit numbers (autocast) are taken in fp32 and rounded once; rounded at every rank, small
 terms would vanish. For this the process group sends fp32; shared memory stays 16-bit.
 
-A communicator also lends memory that lives longer than a call, and is exchanged in place
-(buffers.py): for buckets of gradients, and for shards.
+Gloo's own reduce-scatter is an all-reduce that throws most of the result away: 19.7 ms for 12.6 MB
+and two ranks of one machine. An all-to-all of the parts, added up here, takes 7.8 ms.
 
-Cost, t ranks, a tensor of G bytes: in a group each rank sends 2 G (t-1)/t for an all-reduce, half
-of that for the others; in memory it writes G and reads up to t G. Two slots per rank.
+Cost, W ranks, a tensor of G bytes: in a group each rank sends 2 G (W-1)/W for an all-reduce or a
+mean, half of that for the others; in memory it writes G, unless the tensor lies there, and reads up
+to W G.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buffers import Buffers, SharedBuffers, all_gather, start_reduce_scatter
+from .pool import Pool, private_pool
 from .recorder import Recorder, acting
-from .shared_memory import SharedMemory, add_up, aligned, sum_into, wide
+from .shared_memory import SharedMemory, Wait, require_agreement
+from .sums import ELEMENTS_AT_ONCE, sum_into, wide
 from .waits import control_device
 
 Finish = Callable[[], Tensor]
-"""Waits for a started collective and returns its result. Must be called before the next start."""
+"""Waits for a started collective and returns its result. Call each once, in the order of the
+starts."""
 
-Started = tuple[Callable[[], object], Finish]
-"""How to wait for a collective, and how to read its result then."""
+Started = tuple[Callable[..., object], Finish]
+"""How to wait for a collective, and how to make its result then."""
 
 Lengths = Sequence[Sequence[int]]
 """By sender and receiver."""
-
-_SLOTS = 2
 
 
 class Communicator:
@@ -64,50 +65,103 @@ class Communicator:
 
     Args:
         group: their process group; None: this rank is alone.
-        recorder: is told of every call. Through memory, of its start and its end, since nothing
-            happens in between.
+        recorder: is told of every collective. Through memory, of its start and of its end, since
+            nothing happens in between.
+        comm_dtype: the type in which means are sent and summed; by default their own. With it all
+            goes through the process group.
 
     Attributes:
         rank, size: this rank's number in the group, and the number of ranks.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, recorder: Recorder | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        recorder: Recorder | None = None,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         self.group, self.recorder = group, recorder
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._share = self.size > 1
-        self._memory: SharedMemory | None = None
-        self._slot_bytes = -1  # room in each slot; -1: not opened
-        self._turn = 0  # collectives through memory so far; odd and even ones have a slot each
-        self._under_way = False  # one that is not finished yet
+        self.comm_dtype = comm_dtype
+        self._options: Any = {"group": group, "async_op": True}
+        self._pools: dict[torch.device, Pool] = {}
+
+    # Collectives of tensors, which stay as they are
 
     def start_all_reduce(self, x: Tensor) -> Finish:
         """Begins the sum of all ranks' `x`."""
-        return self._start("all_reduce", x, 0)
+
+        def send() -> Started:
+            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)
+            return dist.all_reduce(total, **self._options).wait, lambda: total.to(x.dtype)
+
+        def read(by_rank: list[Tensor]) -> Tensor:
+            total = torch.empty_like(x, memory_format=torch.contiguous_format)
+            sum_into(total.view(-1), [term.flatten() for term in by_rank])
+            return total
+
+        return self._start("all_reduce", x, send, read)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`."""
         return self.start_all_reduce(x)()
 
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> Finish:
-        """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`.
-        Raises ValueError if the number of ranks does not divide that dimension."""
-        self.shard_of(x, dim)  # its rows might divide by chance, and wrong parts be sent
-        return self._start("reduce_scatter", x, dim)
+    def start_reduce_scatter(
+        self, x: Tensor, dim: int, into: Tensor | None = None, accumulate: bool = False
+    ) -> Finish:
+        """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`. If
+        `x` is lent by `take`, it goes back with the end of the call.
+
+        Args:
+            into: memory for the result.
+            accumulate: add to what is in there, instead of overwriting it.
+
+        Raises:
+            ValueError: the number of ranks does not divide that dimension.
+        """
+        own = self.shard_of(x, dim)  # its rows might divide by chance, and wrong parts be sent
+        target = torch.empty(own.shape, dtype=x.dtype, device=x.device) if into is None else into
+
+        def send() -> Started:
+            parts = torch.cat(x.chunk(self.size, dim)) if dim else x.contiguous()
+            parts = parts.to(wide(x))  # by rank, along dim 0
+            if dist.get_backend(self.group) == "gloo":
+                received = torch.empty_like(parts)  # by rank
+                work = dist.all_to_all_single(received, parts, **self._options)
+                terms = list(received.chunk(self.size))
+            else:
+                direct = target.dtype == parts.dtype and not accumulate
+                terms = [target if direct else parts.new_empty(own.shape)]
+                work = dist.reduce_scatter_single(terms[0], parts, **self._options)
+
+            def result() -> Tensor:
+                if terms[0] is not target:  # else the sum is there
+                    sum_into(target, terms, accumulate)
+                self._pool_of(x.device).give(x)
+                return target
+
+            return work.wait, result
+
+        def read(by_rank: list[Tensor]) -> Tensor:
+            sum_into(target, [self.shard_of(y, dim) for y in by_rank], accumulate)
+            return target
+
+        return self._start("reduce_scatter", x, send, read)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along `dim` of the sum of all ranks' `x`."""
         return self.start_reduce_scatter(x, dim)()
 
-    def start_all_gather(self, x: Tensor, dim: int) -> Finish:
-        """Begins to gather all ranks' `x`, concatenated along `dim`."""
-        return self._start("all_gather", x, dim)
-
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x`, concatenated along `dim`."""
-        return self.start_all_gather(x, dim)()
+
+        def send() -> Started:
+            whole = x.new_empty(self.size, *x.shape)  # by rank
+            work = all_gather(whole.flatten(0, 1), x.contiguous(), **self._options)
+            return work.wait, lambda: torch.cat(whole.unbind(), dim)
+
+        return self._start("all_gather", x, send, lambda by_rank: torch.cat(by_rank, dim))()
 
     def start_all_to_all(self, x: Tensor, lengths: Lengths) -> Finish:
         """Begins to exchange rows, of which each rank may send and get another number.
@@ -120,7 +174,19 @@ class Communicator:
         Returns:
             What has the rows for this rank, those of rank 0 first.
         """
-        return self._start("all_to_all", x, 0, lengths)
+
+        def send() -> Started:
+            received = [row[self.rank] for row in lengths]
+            rows = x.new_empty(sum(received), *x.shape[1:])
+            sizes = received, list(lengths[self.rank])
+            work = dist.all_to_all_single(rows, x.contiguous(), *sizes, **self._options)
+            return work.wait, lambda: rows
+
+        def read(by_rank: list[Tensor]) -> Tensor:
+            by_sender = zip(by_rank, lengths, strict=True)
+            return torch.cat([rows.split(list(row))[self.rank] for rows, row in by_sender])
+
+        return self._start("all_to_all", x, send, read, lengths)
 
     def all_to_all(self, x: Tensor, lengths: Lengths) -> Tensor:
         """See `start_all_to_all`."""
@@ -145,33 +211,119 @@ class Communicator:
             )
         return x.narrow(dim, self.rank * size, size)
 
-    def lend(
-        self, nbytes: int, device: torch.device, comm_dtype: torch.dtype | None = None
-    ) -> Buffers:
-        """Room for tensors of `nbytes` together, each rounded up to a cache line, on a device. CPU
-        ranks of one machine read each other's.
+    # Memory, and what is exchanged in place
+
+    def keep(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
+        memory = self._memory_of(device)
+        return (
+            memory.keep(numel, dtype) if memory else torch.zeros(numel, dtype=dtype, device=device)
+        )
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Lends memory for one or more elements, to be given to `start_reduce_scatter`."""
+        return self._pool_of(device).take(numel, dtype)
+
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether what was started travels while this rank computes."""
+        return self._memory_of(device) is None
+
+    def start_mean(self, x: Tensor) -> Finish:
+        """Begins to replace a flat tensor from `keep` by its mean over the ranks, which all may
+        read after the next `barrier`.
+
+        Through memory rank r averages part r of W, in all ranks' memory:
+
+            memory of rank 0   [ part 0 | part 1 ]     rank 0 reads and writes both parts 0
+            memory of rank 1   [ part 0 | part 1 ]     rank 1 reads and writes both parts 1
+
+        Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
+        """
+
+        def send() -> Started:
+            sent = x.to(self.comm_dtype or x.dtype)
+            work = dist.all_reduce(sent, **self._options)
+            return work.wait, lambda: x.copy_(sent).div_(self.size)
+
+        def read(by_rank: list[Tensor]) -> Tensor:
+            begin, end = (len(x) * r // self.size for r in (self.rank, self.rank + 1))
+            parts = (y[begin:end].split(ELEMENTS_AT_ONCE) for y in by_rank)
+            for terms in zip(*parts, strict=True):  # what stays in cache
+                sum_into(terms[0], terms)
+                terms[0].div_(self.size)
+                for other in terms[1:]:
+                    other.copy_(terms[0])
+            return x
+
+        return self._start("all_reduce", x, send, read)
+
+    def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
+        """Begins to fill `whole` with all ranks' shards, from `keep`. `shard` may be this rank's
+        part of `whole`. No rank may change its shard before the next `barrier`. Through memory
+        shards are read at the end, without an announcement."""
+        memory = self._memory_of(shard.device)
+        if memory is None:
+            return all_gather(whole, shard, **self._options).wait  # whole: by rank
+        parts = whole.chunk(self.size)  # by rank
+        in_place = parts[self.rank].data_ptr() == shard.data_ptr()
+
+        def finish() -> None:
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    memory.read(rank, part if in_place else shard, part)
+                elif not in_place:
+                    part.copy_(shard)
+
+        return finish
+
+    def barrier(self, device: torch.device, number: int | None = None) -> None:
+        """All ranks have read what they need of my memory on the device, or written what I need of
+        theirs. Does not wait where each has memory of its own.
 
         Args:
-            comm_dtype: the type in which averages are sent and summed; by default their own.
+            number: must be the same on all ranks, such as how many steps have led to what is in the
+                memory. It is always waited for.
         """
-        if device.type == "cpu" and comm_dtype is None:
-            memory = SharedMemory.open(nbytes, self.group)  # None on all ranks, or on none
-            if memory is not None:
-                return SharedBuffers(memory, self.recorder)
-        return Buffers(device, self.group, self.recorder, comm_dtype)
+        memory = self._memory_of(device)
+        if memory is not None:
+            memory.announce("barrier", number)()
+        elif number is not None:
+            said = torch.tensor([number, -number], device=control_device(self.group, device))
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+            require_agreement(not said.sum())  # the largest number less the smallest
 
-    def _start(self, kind: str, x: Tensor, dim: int, lengths: Lengths = ()) -> Finish:
+    # The two ways
+
+    @cached_property
+    def _memory(self) -> SharedMemory | None:
+        """Opened by the first call that needs it, on all ranks or on none."""
+        return SharedMemory.open(self.group)
+
+    def _memory_of(self, device: torch.device) -> SharedMemory | None:
+        return self._memory if device.type == "cpu" and self.comm_dtype is None else None
+
+    def _pool_of(self, device: torch.device) -> Pool:
+        if device not in self._pools:
+            memory = self._memory_of(device)
+            self._pools[device] = memory.pool if memory else private_pool(device)
+        return self._pools[device]
+
+    def _start(
+        self,
+        kind: str,
+        x: Tensor,
+        send: Callable[[], Started],
+        read: Callable[[list[Tensor]], Tensor],
+        lengths: Lengths = (),
+    ) -> Finish:
+        """Starts a collective: `send` through the group, or else `read` makes the result of all
+        ranks' tensors in memory."""
         if self.size == 1:
-            return lambda: x
-        start: float | None = time.perf_counter()
-        begin = self._in_group
-        nbytes = x.nbytes
-        if lengths:  # the same on all ranks
-            nbytes = max(map(sum, lengths)) * math.prod(x.shape[1:]) * x.itemsize
-        if self._through_memory(x.device, nbytes):
-            begin, start = self._in_memory, None  # nothing happens until it is finished
-        with acting(self.recorder, kind) if start is None else nullcontext():
-            wait, result = begin(kind, x, dim, lengths)
+            return lambda: read([x])
+        memory = self._memory_of(x.device)
+        start = None if memory else time.perf_counter()  # in memory nothing happens until the end
+        with acting(self.recorder, kind) if memory else nullcontext():
+            wait, result = memory.share(kind, x, read, lengths) if memory else send()
 
         def finish() -> Tensor:
             with acting(self.recorder, kind, start=start):
@@ -180,63 +332,5 @@ class Communicator:
 
         return finish
 
-    def _in_group(self, kind: str, x: Tensor, dim: int, lengths: Lengths) -> Started:
-        options: Any = {"group": self.group, "async_op": True}
-        if kind == "all_reduce":
-            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)  # x is kept
-            return dist.all_reduce(total, **options).wait, lambda: total.to(x.dtype)
-        if kind == "reduce_scatter":
-            parts = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # by rank, along dim 0
-            work, terms = start_reduce_scatter(parts, self.group)
-            return work.wait, lambda: add_up(terms).to(x.dtype)
-        if kind == "all_to_all":
-            received = [row[self.rank] for row in lengths]
-            rows = x.new_empty(sum(received), *x.shape[1:])
-            sizes = received, list(lengths[self.rank])
-            work = dist.all_to_all_single(rows, x.contiguous(), *sizes, **options)
-            return work.wait, lambda: rows
-        whole = x.new_empty(self.size, *x.shape)  # by rank
-        work = all_gather(whole.flatten(0, 1), x.contiguous(), **options)
-        return work.wait, lambda: torch.cat(whole.unbind(), dim)
 
-    def _through_memory(self, device: torch.device, nbytes: int) -> bool:
-        if self._share and device.type == "cpu" and nbytes > self._slot_bytes:
-            # Pages that are never touched take no memory.
-            self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))  # 16 MiB or more
-            self._memory = SharedMemory.open(_SLOTS * self._slot_bytes, self.group)
-            self._share = self._memory is not None  # found out by the first call
-        return self._share and device.type == "cpu"
-
-    def _in_memory(self, kind: str, x: Tensor, dim: int, lengths: Lengths) -> Started:
-        """Writes `x` where the others can read it, and announces it."""
-        assert self._memory is not None
-        if self._under_way:
-            raise RuntimeError("finish a collective before the next one is started")
-        self._under_way = True
-        self._turn += 1  # the other slot, which all have read
-        begin = self._turn % _SLOTS * self._slot_bytes
-        shapes = [(sum(row), *x.shape[1:]) for row in lengths] or [x.shape] * self.size
-        views = [  # by rank
-            self._memory.view(r, begin, math.prod(shape), x.dtype).view(shape)
-            for r, shape in enumerate(shapes)
-        ]
-        views[self.rank].copy_(x)  # before it is announced
-        all_have_written = self._memory.announce(kind, lengths or x.numel(), x.dtype)
-
-        def wait() -> None:
-            self._under_way = False
-            all_have_written()
-
-        def result() -> Tensor:  # after the wait: all ranks' slots are written
-            if kind == "all_gather":
-                return torch.cat(views, dim)
-            if kind == "all_to_all":
-                by_sender = zip(views, lengths, strict=True)
-                return torch.cat([view.split(list(row))[self.rank] for view, row in by_sender])
-            if kind == "reduce_scatter":
-                return add_up([self.shard_of(view, dim) for view in views])
-            total = torch.empty_like(x, memory_format=torch.contiguous_format)
-            sum_into([view.flatten() for view in views], [total.view(-1)])
-            return total
-
-        return wait, result
+all_gather: Any = dist.all_gather_single  # torch 2.13 warns about its older name

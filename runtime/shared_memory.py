@@ -8,12 +8,19 @@ ready is sent: eight bytes, through a pipe to each other rank. The system closes
 process ends, in whatever way, so a rank that waits for it notices.
 
 Cost: an announcement takes 20 microseconds between two ranks, where an all-reduce of gloo takes
-400 to 700. Pages that are never written to take no memory.
+400 to 700. A stretch has more room than the host has memory for; the system allocates each page
+when it is first written to.
 
-Ownership: the memory (a memfd) and the pipes are anonymous. They have no name that could be left
-behind, and are freed with the last process that has them, however that process ends. Other ranks
-open them through /proc (one machine, one user, Linux only); elsewhere `SharedMemory.open` returns
-None.
+Reuse: memory of an exchange is free when all ranks have read it. Ranks make the same calls, so all
+have read what I have read before I announced a call, once all have announced that call:
+
+    rank 0   write A | announce | read A's | write B | announce | read B's | write A | ...
+    rank 1   write A | announce | read A's | write B | announce | read B's | write A | ...
+
+Ownership: the memory (a memfd) and the pipes are anonymous, and are freed with the last process
+that has them, however that process ends. Descriptors of them go to the other ranks through sockets
+of an abstract name (Linux alone). On other systems, or where a rank cannot be reached by such a
+name, as on another host, `SharedMemory.open` returns None.
 """
 
 from __future__ import annotations
@@ -21,75 +28,32 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NoReturn
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .pool import Pool
 from .waits import time_out_of
 
-ELEMENTS_AT_ONCE = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 Wait = Callable[[], None]
 """Waits for something that was started. Call each once, in the order of the starts."""
 
-
-def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single term is
-    returned as it is. `out`: memory for the sum of wider numbers."""
-    if len(terms) == 1:
-        return terms[0]
-    total = torch.add(terms[0].to(wide(terms[0])), terms[1], out=out)  # in the wide type
-    for term in terms[2:]:
-        total += term
-    return total.to(terms[0].dtype)
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The type for sums of such numbers."""
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
-
-
-def sum_into(
-    terms: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
-) -> None:
-    """Writes the sum of the terms, divided by `divisor`, into every target, or adds it to the
-    target (`accumulate`). A target may be one of the terms. On a CPU works on chunks that stay in
-    cache."""
-    first = targets[0]
-    size = ELEMENTS_AT_ONCE if first.device.type == "cpu" else max(1, first.numel())
-    # Built up in the first target, a sum takes half the time; later terms must not lie there.
-    direct = len(terms) > 1 and not accumulate and first.dtype == wide(terms[0]) == terms[0].dtype
-    direct = direct and all(first.data_ptr() != term.data_ptr() for term in terms[2:])
-    for begin in range(0, first.numel(), size):
-        chunk = slice(begin, begin + size)
-        total = add_up([term[chunk] for term in terms], first[chunk] if direct else None)
-        if divisor > 1:
-            total = torch.div(total, divisor, out=total if direct else None)
-        for target in targets[direct:]:  # not the first, if the sum was built up there
-            if accumulate:
-                target[chunk] += total
-            else:
-                target[chunk] = total
+LETTERS = socket.AF_UNIX, socket.SOCK_DGRAM
+ROOM = 4  # the stretches of all ranks together, in memories of the host: addresses cost nothing
 
 
 def aligned(nbytes: int) -> int:
     """Rounded up to a multiple of a cache line."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def refuse_copies(_: object) -> NoReturn:
-    """The `__getstate__` of what belongs to all ranks together."""
-    raise TypeError(
-        "memory that ranks share cannot be copied or pickled, nor can what uses it: copy the "
-        "module inside, as in copy.deepcopy(ddp.module), and wrap the copy on all ranks"
-    )
 
 
 class SharedMemory:
@@ -100,54 +64,64 @@ class SharedMemory:
         inboxes, outboxes: ends of the pipes from and to every other rank, by its number.
 
     Attributes:
-        ranks: by rank, its memory as bytes.
+        maps: the memory, by rank.
+        pool: lends memory for exchanges.
     """
 
     def __init__(
         self,
-        files: list[int],
-        nbytes: int,
-        rank: int,
-        inboxes: Mapping[int, int],
-        outboxes: Mapping[int, int],
         group: dist.ProcessGroup | None,
+        rank: int,
+        files: dict[int, int],
+        inboxes: dict[int, int],
+        outboxes: dict[int, int],
     ) -> None:
-        maps = [mmap.mmap(file, ALIGNMENT + nbytes) for file in files]
-        self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
+        self.maps = [mmap.mmap(files[r], 0) for r in range(len(files))]
         self.rank, self.group = rank, group
-        self._taken = 0  # bytes of this rank's memory, see `take`
+        self._begin = self._view(rank, 0, 1, torch.uint8).data_ptr()  # an address
+        self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
+        self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
-        self._files = files  # descriptors by rank, for `read`
+        self._done: list[Tensor] = []  # memory that this rank has no more use for
+        self._files = files  # for `read`
         self._inboxes, self._outboxes = inboxes, outboxes
-        for file in (*files, *inboxes.values(), *outboxes.values()):
+        for file in (*files.values(), *inboxes.values(), *outboxes.values()):
             weakref.finalize(self, os.close, file)
 
     @classmethod
-    def open(cls, nbytes: int, group: dist.ProcessGroup | None = None) -> SharedMemory | None:
-        """A zeroed buffer of `nbytes` for every rank of the group; None if they cannot share
-        memory. All ranks must call it together, and all get the same answer. The system allocates
-        each page when it is first written to."""
+    def open(cls, group: dist.ProcessGroup | None = None) -> SharedMemory | None:
+        """Zeroed memory for every rank of the group; None if they cannot share memory. All ranks
+        must call it together, and all get the same answer."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        secret = os.urandom(16)  # tells this run's file from another one at the same path
-        own = _create(secret, nbytes)
-        pipes = {r: os.pipe() for r in range(size) if r != rank}  # to read from, to write to
-        folder = f"/proc/{os.getpid()}/fd"
-        writers = {r: f"{folder}/{writer}" for r, (_, writer) in pipes.items()}
-        by_rank: list[Any] = [None] * size
-        dist.all_gather_object(by_rank, (f"{folder}/{own}", secret, writers), group)
-        files = [own if r == rank else _attach(*by_rank[r][:2]) for r in range(size)]
-        attached = [r for r in pipes if files[r] != -1]  # a rank of this machine
-        outboxes = {r: os.open(by_rank[r][2][rank], os.O_WRONLY) for r in attached}
-        everywhere = torch.tensor(int(-1 not in files))  # so far, on this rank
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
-        for _, writer in pipes.values():  # all have opened what they need of this rank
-            os.close(writer)  # only the peer can write now, so that its end shows
-        inboxes = {r: reader for r, (reader, _) in pipes.items()}
-        if everywhere:
-            return cls(files, nbytes, rank, inboxes, outboxes, group)
-        for file in {*files, *inboxes.values(), *outboxes.values()} - {-1}:
-            os.close(file)
-        return None
+        files, inboxes, outboxes = dict[int, int](), dict[int, int](), dict[int, int]()
+        names, name = [b""] * size, b"\0" + os.urandom(16)  # abstract: in no folder
+        with socket.socket(*LETTERS) as inbound, socket.socket(*LETTERS) as outbound:
+            try:
+                files[rank] = os.memfd_create("ranks")
+                pages = ROOM * os.sysconf("SC_PHYS_PAGES") // size
+                os.ftruncate(files[rank], mmap.PAGESIZE * pages)
+                mmap.mmap(files[rank], 0).close()  # there may be a limit of addresses
+                inbound.bind(name)
+            except (AttributeError, OSError):  # not Linux; a sandbox forbids it
+                name = b""
+            dist.all_gather_object(names, name, group)
+            everywhere = torch.tensor(int(all(outbound.connect_ex(other) == 0 for other in names)))
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
+            if not everywhere:
+                for file in files.values():
+                    os.close(file)
+                return None
+            inbound.settimeout(time_out_of(group).total_seconds())
+            for k in range(1, size):  # so that each gets one at a time
+                to = (rank + k) % size
+                inboxes[to], outbox = os.pipe()
+                outbound.connect(names[to])
+                socket.send_fds(outbound, [rank.to_bytes(4, "big")], [files[rank], outbox])
+                os.close(outbox)  # only the other can write now, so that its end shows
+                sender, descriptors, *_ = socket.recv_fds(inbound, 4, 2)
+                r = int.from_bytes(sender, "big")
+                files[r], outboxes[r] = descriptors
+        return cls(group, rank, files, inboxes, outboxes)
 
     def announce(self, *call: object) -> Wait:
         """Tells all ranks that this one has written its memory, and in which call: its kind, size,
@@ -187,31 +161,68 @@ class SharedMemory:
             raise dist.DistError(f"rank {rank} of the group has ended")
         return heard
 
-    __getstate__ = refuse_copies
-
-    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of a rank's memory, from byte `offset` on."""
-        return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next `numel` elements of this rank's memory. Ranks that take the same sizes in the
-        same order have a tensor at the same place."""
+    def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next `numel` elements of this rank's memory, zeros. Ranks that ask for the same sizes
+        in the same order have a tensor at the same place."""
         start, self._taken = self._taken, self._taken + aligned(numel * dtype.itemsize)
-        return self.view(self.rank, start, numel, dtype)
+        return self._view(self.rank, start, numel, dtype)
 
-    def by_rank(self, x: Tensor) -> list[Tensor]:
-        """What all ranks have at the place of a flat tensor in this rank's memory."""
-        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
-        return [self.view(rank, offset, len(x), x.dtype) for rank in range(len(self.ranks))]
+    def share(
+        self,
+        kind: str,
+        x: Tensor,
+        read: Callable[[list[Tensor]], Tensor],
+        lengths: Sequence[Sequence[int]] = (),
+    ) -> tuple[Wait, Callable[[], Tensor]]:
+        """Lets the others read `x`: where it lies, if that is in this memory, otherwise a copy.
+
+        Args:
+            kind: of the exchange.
+            read: makes its result of all ranks' tensors, by rank.
+            lengths: by sender and receiver, the number of rows, if ranks share different numbers.
+
+        Returns:
+            What waits for all ranks, and what reads then, before another exchange starts. Memory of
+            the pool goes back when all have read it.
+        """
+        rows = [sum(row) for row in lengths] or [len(x)] * len(self.maps)
+        shapes = [(n, *x.shape[1:]) for n in rows]
+        own = x if self._has(x) else self.pool.take(max(1, *map(prod, shapes)), x.dtype)
+        begin = self._offset_of(own)
+        views = [self._view(r, begin, prod(s), x.dtype).view(s) for r, s in enumerate(shapes)]
+        if own is not x:
+            views[self.rank].copy_(x)
+        all_have_written = self.announce(kind, begin, lengths, shapes[0], x.dtype)
+        done, self._done = self._done, []
+
+        def wait() -> None:
+            all_have_written()  # so all have read what I had read before
+            for memory in done:
+                self.pool.give(memory)
+            self._done.append(own)
+
+        return wait, lambda: read(views)
 
     def read(self, rank: int, x: Tensor, into: Tensor) -> None:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
-        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
         target = memoryview(into.view(torch.uint8).numpy().data)
-        start, done = ALIGNMENT + offset, 0  # the secret comes before the buffer
+        start, done = self._offset_of(x), 0
         while done < len(target):  # a read may stop early
             done += os.preadv(self._files[rank], [target[done:]], start + done)
+
+    def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """`numel` elements of a rank's memory, from byte `offset` on: a storage of its own, since a
+        copied or saved tensor takes its whole storage along."""
+        count = max(1, numel)  # as many, since none would be refused
+        return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=offset)[:numel]
+
+    def _offset_of(self, x: Tensor) -> int:
+        """Where a tensor in this rank's memory begins."""
+        return x.data_ptr() - self._begin
+
+    def _has(self, x: Tensor) -> bool:
+        return 0 <= self._offset_of(x) < len(self.maps[self.rank]) and x.is_contiguous()
 
 
 def require_agreement(same: bool) -> None:
@@ -221,26 +232,3 @@ def require_agreement(same: bool) -> None:
             "the ranks diverged: all must make the same calls in the same order, with tensors of "
             "the same size and type; a rank that has no examples makes them, too"
         )
-
-
-def _create(secret: bytes, nbytes: int) -> int:
-    """The descriptor of new memory that starts with the secret; -1 if the system gives none."""
-    try:
-        file = os.memfd_create("ranks")
-        os.ftruncate(file, ALIGNMENT + nbytes)  # the secret, padded, and the buffer
-        os.pwrite(file, secret, 0)
-    except (AttributeError, OSError):  # not Linux; a sandbox forbids it, or descriptors ran out
-        return -1
-    return file
-
-
-def _attach(path: str, secret: bytes) -> int:
-    """The descriptor of another rank's memory; -1 if it is not at `path`."""
-    try:
-        file = os.open(path, os.O_RDWR)
-        if os.pread(file, len(secret), 0) == secret:
-            return file
-        os.close(file)  # another host or container has another file there
-    except OSError:
-        pass
-    return -1

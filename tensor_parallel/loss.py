@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from runtime.communicator import Communicator
-from runtime.shared_memory import wide
+from runtime.sums import wide
 
 LOGITS_AT_ONCE = 1 << 22  # logits at a time
 

@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from runtime.buffers import Pool
+from runtime.pool import Pool
 from runtime.shared_memory import SharedMemory
 from training.launch.meeting import connect, host_store, listen, setup
 
@@ -102,8 +102,10 @@ def nan_in_new_memory() -> Iterator[None]:
     nothing is right because it was clean."""
     take = Pool.take
 
-    def dirty(pool: Pool, nbytes: int) -> torch.Tensor:
-        return take(pool, nbytes).fill_(255)
+    def dirty(pool: Pool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        x = take(pool, numel, dtype)
+        x.view(torch.uint8).fill_(255)
+        return x
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills torch.empty's
     try:

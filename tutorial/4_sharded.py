@@ -17,7 +17,7 @@ Left out: parameters that W does not divide (they would be padded), and gatherin
 while one computes.
 
 It grows into data_parallel/fsdp.py (the step), data_parallel/shards.py (shards: all parameters of
-a layer in one row) and runtime/buffers.py (the two collectives).
+a layer in one row) and runtime/communicator.py (the two collectives).
 """
 
 import importlib

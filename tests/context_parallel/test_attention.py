@@ -47,10 +47,10 @@ def differences(
     ranks = Communicator(dist.group.WORLD)
     seen, start = list[tuple[str, int]](), ranks._start
 
-    def noted(kind: str, x: Tensor, dim: int, lengths: Any = ()) -> Any:
+    def noted(kind: str, x: Tensor, send: Any, read: Any, lengths: Any = ()) -> Any:
         to_others = sum(n for to, n in enumerate(lengths[rank]) if to != rank)
         seen.append((kind, to_others * x[0].numel()))
-        return start(kind, x, dim, lengths)
+        return start(kind, x, send, read, lengths)
 
     ranks._start = noted  # type: ignore[method-assign]
     whole = results(attention, inputs(torch.float64), p)

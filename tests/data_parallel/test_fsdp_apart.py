@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from data_parallel import shards
 from data_parallel.fsdp import FullyShardedDataParallel
-from runtime import buffers
+from runtime import communicator
 from tests.data_parallel.sharded_models import HALVES, batch, loss_of, one_process, sharded, whole
 from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import Ranks, sharing
@@ -44,11 +44,11 @@ def test_a_slow_rank_changes_nothing(
 ) -> None:
     """Each step: a backward, of which nothing is wanted; another; an evaluation; the update."""
     fsdp = sharded(zero=zero)
-    assert isinstance(fsdp.buffers, buffers.SharedBuffers)
+    assert not fsdp.communicator.overlaps(fsdp.device)
     place, name = {
         "updates": (fsdp.optimizer, "step"),
-        "reads": (fsdp.buffers.memory, "read"),
-        "sums": (buffers, "sum_into"),
+        "reads": (fsdp.communicator._memory, "read"),
+        "sums": (communicator, "sum_into"),
         "fills": (shards, "_fill_whole"),
     }[where]
     slow, outputs = _slow(getattr(place, name)), []

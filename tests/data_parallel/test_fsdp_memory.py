@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
-from runtime.buffers import Pool, SharedBuffers
+from runtime.pool import Pool
 from tests.ranks import sharing
 from tests.remote import on_ranks
 
@@ -58,13 +58,11 @@ def test_bytes(
         fsdp = _make(_layers(), zero=zero)
     for _again in range(3):
         _step(fsdp)
-    buffers = fsdp.buffers
-    pools = {buffers.scratch, buffers.terms}  # may be the same one
-    idle = [memory for pool in pools for same in pool._idle.values() for memory in same]
-    if isinstance(buffers, SharedBuffers):
-        idle += buffers._being_read
+    pools = fsdp.units[0].pool, fsdp.communicator._pool_of(torch.device("cpu"))
+    lent = [memory for pool in pools for same in pool._idle.values() for memory in same]
+    lent += [memory for pool in pools for memory in pool._lent.values()]  # which others may read
     assert list(fsdp.held_bytes().values()) == [parameters, gradients, ALL + 4 * LAYERS]
-    assert sum(memory.nbytes for memory in idle) == layers_lent * LAYER
+    assert sum(memory.nbytes for memory in lent) == layers_lent * LAYER
 
 
 class _Watch:
@@ -77,20 +75,21 @@ class _Watch:
         self.events: list[str] = []
         self.microbatches: list[int] = []
         index = {u.published.data_ptr(): u.unit.index for u in fsdp.units}
-        gather, start_sums = fsdp.buffers.start_gather, fsdp.buffers.start_sums
+        ranks = fsdp.communicator
+        gather, reduce_scatter = ranks.start_gather, ranks.start_reduce_scatter
 
         def start_gather(shard: Tensor, whole: Tensor) -> Callable[[], None]:
             self.events.append(f"send for {index[shard.data_ptr()]}")
             return gather(shard, whole)
 
-        def sum_up(sums: Any) -> Callable[[], None]:
+        def sum_up(x: Tensor, dim: int, into: Tensor, accumulate: bool) -> Callable[[], Tensor]:
             owners = {id(u.gradient): u.unit.index for u in fsdp.units}
-            self.events += [f"send off {owners[id(s.target)]}" for s in sums]
-            return start_sums(sums)
+            self.events.append(f"send off {owners[id(into)]}")
+            return reduce_scatter(x, dim, into, accumulate)
 
-        fsdp.buffers.start_gather = start_gather  # type: ignore[method-assign]
-        fsdp.buffers.start_sums = sum_up  # type: ignore[method-assign]
-        fsdp.recorder = fsdp.buffers.recorder = self  # type: ignore[assignment]
+        ranks.start_gather = start_gather  # type: ignore[method-assign]
+        ranks.start_reduce_scatter = sum_up  # type: ignore[method-assign,assignment]
+        fsdp.recorder = self  # type: ignore[assignment]
 
     def around(self, kind: str, layer: int, i: int, _: int) -> AbstractContextManager[None]:
         self.events.append(f"{kind} {layer}")
@@ -108,7 +107,7 @@ send for 2, B 3, reduce_scatter 3, send off 0
 all_gather 2, send for 1, B 2, reduce_scatter 2, send off 2
 all_gather 1, B 1, reduce_scatter 1, send off 1
 B 0, reduce_scatter 0, send off 0
-reduce_scatter -1, optimizer -1"""
+reduce_scatter -1, barrier -1, optimizer -1, barrier -1"""
 WHEN_NEEDED = """
 all_reduce -1
 send for 0, all_gather 0, F 0
@@ -136,7 +135,7 @@ def test_the_next_layer_is_sent_for_before_this_one_computes(
     with sharing(share):
         fsdp = _make(layers)
     watch = _Watch(fsdp)
-    assert isinstance(fsdp.buffers, SharedBuffers) == share
+    assert fsdp.communicator.overlaps(fsdp.device) is not share
     inputs = [torch.tensor([1])] * 2 * rank
     fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
     fsdp.optimizer_step()
@@ -175,7 +174,9 @@ def test_on_a_gpu_a_graph_keeps_no_gathered_layer(_: int, _world: int) -> None:
     with sharing(False):
         plain, fsdp = (_make(_layers()) for _ in range(2))
     _step(plain)
-    fsdp.buffers.scratch = fsdp.buffers.terms = Pool(allocate, keep=False)
+    pool = fsdp.communicator._pools[fsdp.device] = Pool(allocate, keeps=False)
+    for u in fsdp.units:
+        u.pool = pool
     output = fsdp.forward(torch.ones(1, WIDTH))
     assert sum(memory.untyped_storage().nbytes() for memory in made) == LAYER
     fsdp.backward(output.sum())

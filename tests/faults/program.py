@@ -58,22 +58,6 @@ def set_traps(folder: Path) -> None:
     Saving.after_step = caught  # type: ignore[assignment, method-assign]
 
 
-def share_no_memory_with_other_hosts() -> None:
-    """Ranks of two namespaces see each other's memory in /proc; those of two hosts do not."""
-    from runtime import shared_memory
-
-    attach = shared_memory._attach
-
-    def network(process: str) -> Path:
-        return Path("/proc", process, "ns", "net").readlink()
-
-    def attach_here(path: str, secret: bytes) -> int:
-        process = path.split("/")[2]
-        return attach(path, secret) if network(process) == network("self") else -1
-
-    shared_memory._attach = attach_here
-
-
 if __name__ == "__main__":
     if clock := os.environ.get("FAULT_CLOCK"):
         shift_clock(float(clock))
@@ -81,7 +65,6 @@ if __name__ == "__main__":
     if sys.argv[0] == "torchrun":
         runpy.run_module("torch.distributed.run", run_name="__main__")
     else:
-        share_no_memory_with_other_hosts()
         if faults := os.environ.get("FAULTS"):
             set_traps(Path(faults))
         runpy.run_path(sys.argv[0], run_name="__main__")

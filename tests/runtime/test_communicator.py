@@ -1,15 +1,19 @@
-"""Collectives through shared memory and through the process group, and ranks that diverge. Their
-gradients: tests/equivalence leaves the sums out, one by one."""
+"""Exchanges through shared memory and through the process group, and ranks that diverge; and the
+pool. Their gradients: tests/equivalence leaves the sums out, one by one."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from runtime.communicator import Communicator
+from runtime.pool import Pool
+from runtime.sums import sum_into
 from tests import ranks as processes
 from tests.remote import on_ranks
 
@@ -48,6 +52,33 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
+def _in_place(rank: int, size: int, way: str) -> list[Tensor]:
+    """Sums of lent memory, in the place of what was there, or added to it; and along a dimension in
+    the middle."""
+    found, cpu, backend = [], torch.device("cpu"), "nccl" if way == "nccl" else "gloo"
+    with (
+        processes.sharing(way == "memory"),
+        patch("runtime.communicator.dist.get_backend", lambda _: backend),
+    ):
+        mine = Communicator(torch.distributed.group.WORLD)
+        for accumulate in (False, True, True):
+            whole = mine.take(2 * size, torch.float32, cpu)
+            whole.copy_(torch.arange(2.0 * size) * 10**rank)
+            found.append(torch.full((2,), 5.0))
+            mine.start_reduce_scatter(whole, 0, found[-1], accumulate)()
+        mine.barrier(cpu)
+        return [*found, mine.reduce_scatter(RAMP * 10**rank, 1)]
+
+
+def test_a_group_that_sums_finds_what_ranks_find_that_add_up(three_ranks: processes.Ranks) -> None:
+    found = [three_ranks.run(_in_place, way) for way in ("gloo", "nccl", "memory")]
+    for rank, ways in enumerate(zip(*found, strict=True)):
+        part = [222.0 * rank, 222.0 * rank + 111]
+        for *sums, along in ways:
+            assert [x.tolist() for x in sums] == [part, *[[x + 5 for x in part]] * 2]
+            assert along.equal(ways[0][-1])
+
+
 @pytest.mark.parametrize("share", [True, False])
 @on_ranks(3)
 def test_a_sum_that_cannot_be_scattered_evenly_is_refused(
@@ -79,6 +110,21 @@ def test_each_rank_may_send_and_get_another_number_of_rows(
             assert mine.all_to_all(y, [*zip(*lengths, strict=True)]).equal(x)  # and back
 
 
+@on_ranks(2)
+def test_memory_is_lent_again_when_all_have_read_it(rank: int, _: int) -> None:
+    """The last rank reads slowly. No more than two stretches are written, in turns."""
+    mine, slow = Communicator(torch.distributed.group.WORLD), rank == 1
+
+    def read(target: Tensor, terms: list[Tensor], *_: object) -> None:
+        time.sleep(0.02 * slow)
+        sum_into(target, terms)
+
+    with patch("runtime.communicator.sum_into", read):
+        sums = [mine.all_reduce(torch.full((1000,), float(i))) for i in range(6)]
+    assert [x.unique().tolist() for x in sums] == [[2.0 * i] for i in range(6)]
+    assert mine._memory is not None and mine._memory._taken == 2 * 4096
+
+
 OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
     "kind": lambda mine, x, rank: mine.all_reduce(x) if rank else mine.all_gather(x, 0),
     "size": lambda mine, x, rank: mine.all_reduce(x if rank else x[:2]),
@@ -94,3 +140,14 @@ def test_ranks_that_make_other_calls_are_told(rank: int, _: int, what: str) -> N
     mine.all_reduce(x)
     with pytest.raises(RuntimeError, match="the ranks diverged: all must make the same calls"):
         OTHER_CALLS[what](mine, x, rank)
+
+
+def test_the_pool_lends_what_was_given_back() -> None:
+    pool = Pool(lambda n: torch.empty(n, dtype=torch.uint8))
+    large, small = pool.take(1 << 20, torch.int8), pool.take(3 << 8, torch.float32)
+    pool.give(large)
+    pool.give(small)
+    pool.give(torch.empty(4))  # which it has not lent
+    assert pool.take(1 << 8, torch.float32).data_ptr() != large.data_ptr()  # or all would be large
+    assert pool.take((1 << 19) + 1, torch.int8).data_ptr() == large.data_ptr()
+    assert pool.take(1 << 10, torch.float32).data_ptr() == small.data_ptr()

@@ -1,8 +1,9 @@
 """Announcements through pipes: from ranks that say the same, say something else, end, or say
-nothing. What is done with the memory: test_communicator.py, test_buffers.py."""
+nothing. What is done with the memory: test_communicator.py."""
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from training.options import WEEKS
 
 
 def opened(group: dist.ProcessGroup | None = None) -> SharedMemory:
-    memory = SharedMemory.open(64, group)
+    memory = SharedMemory.open(group)
     assert memory is not None
     return memory
 
@@ -35,6 +36,7 @@ def test_a_rank_that_has_ended_is_named(rank: int, _world_size: int) -> None:
     memory = opened()
     if rank == 1:
         del memory  # as its process does when it ends
+        gc.collect()
     else:
         wait = memory.announce()
         with pytest.raises(dist.DistError, match="rank 1 of the group has ended"):

@@ -37,7 +37,7 @@ from experts.layer import share_experts
 from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES
 from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
-from runtime.shared_memory import add_up
+from runtime.sums import add_up
 from runtime.waits import control_device
 from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax

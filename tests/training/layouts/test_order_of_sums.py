@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.mesh import Mesh, make_mesh
-from runtime.shared_memory import add_up, sum_into
+from runtime.sums import add_up, sum_into
 from tests.equivalence.compare import rectangles, same_places
 from tests.equivalence.plain import plain
 from tests.equivalence.problems import Sentences
@@ -54,8 +54,7 @@ def adding_backwards(mesh: Mesh) -> Iterator[None]:
 
     changes: dict[str, Any] = {
         "torch.distributed.all_reduce": reduced,
-        "runtime.communicator.add_up": lambda parts: add_up(parts[::-1]),
-        "runtime.buffers.sum_into": lambda parts, *args, **how: sum_into(parts[::-1], *args, **how),
+        "runtime.communicator.sum_into": lambda x, terms, *how: sum_into(x, terms[::-1], *how),
     }
     with ExitStack() as stack:
         for name, changed in changes.items() if after else list(changes.items())[:1]:

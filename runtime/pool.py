@@ -1,0 +1,51 @@
+"""Memory that is lent for a moment: a layer's gathered parameters, or its gradients in transit.
+
+Allocating anew for each layer would cost a page fault per 4 KiB, and keeping memory for every layer
+would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of two: in
+all at most four times the largest blocks lent at the same time. Pages that are never written to
+take no memory. CUDA's own allocator keeps memory already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Pool:
+    """Lends flat tensors.
+
+    Args:
+        allocate: makes as many bytes.
+        keeps: whether what is given back is lent again; else it is freed.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor], keeps: bool = True) -> None:
+        self._allocate, self._keeps = allocate, keeps
+        self._idle: dict[int, list[Tensor]] = {}  # by size in bytes
+        self._lent: dict[int, Tensor] = {}  # by address
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Lends a tensor of one element or more, with whatever values."""
+        nbytes = numel * dtype.itemsize
+        size = 1 << (nbytes - 1).bit_length() if self._keeps else nbytes
+        idle = self._idle.get(size)
+        memory = idle.pop() if idle else self._allocate(size)
+        self._lent[memory.data_ptr()] = memory
+        return memory[:nbytes].view(dtype)
+
+    def give(self, x: Tensor) -> None:
+        """Takes a tensor back, if it is lent."""
+        memory = self._lent.pop(x.data_ptr(), None)
+        if memory is not None and self._keeps:
+            self._idle.setdefault(memory.nbytes, []).append(memory)
+        elif memory is not None:
+            memory.untyped_storage().resize_(0)  # frees it: graphs still have views of it
+
+
+def private_pool(device: torch.device) -> Pool:
+    """Lends memory of this rank alone."""
+    on_cpu = device.type == "cpu"
+    return Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), on_cpu)

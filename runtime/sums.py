@@ -1,0 +1,42 @@
+"""Sums of tensors in a fixed order, so that all ranks get the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ELEMENTS_AT_ONCE = 1 << 18  # elements added at a time, so that they stay in cache
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type for sums of such numbers."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
+def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single term is
+    returned as it is. `out`: memory for the sum of wider numbers."""
+    if len(terms) == 1:
+        return terms[0]
+    total = torch.add(terms[0].to(wide(terms[0])), terms[1], out=out)  # in the wide type
+    for term in terms[2:]:
+        total += term
+    return total.to(terms[0].dtype)
+
+
+def sum_into(target: Tensor, terms: Sequence[Tensor], accumulate: bool = False) -> None:
+    """Writes the sum of the terms into the target, or adds it to that (`accumulate`). The target
+    may be the first term. On a CPU works on chunks along the first dimension that stay in cache."""
+    rows = ELEMENTS_AT_ONCE * len(target) // max(1, target.numel())
+    rows = max(1, rows if target.device.type == "cpu" else len(target))
+    # Built up in the target, a sum takes half the time.
+    direct = not accumulate and target.dtype == wide(target) == terms[0].dtype
+    for begin in range(0, len(target), rows):
+        chunk, *parts = (x[begin : begin + rows] for x in (target, *terms))
+        total = add_up(parts, chunk if direct else None)
+        if accumulate:
+            chunk += total
+        elif total is not chunk:
+            chunk.copy_(total)
