@@ -243,7 +243,7 @@ class Communicator:
         def send() -> Started:
             sent = x.to(self.comm_dtype or x.dtype)
             work = dist.all_reduce(sent, **self._options)
-            return work.wait, lambda: x.copy_(sent).div_(self.size)
+            return work.wait, lambda: (x if sent is x else x.copy_(sent)).div_(self.size)
 
         def read(by_rank: list[Tensor]) -> Tensor:
             begin, end = (len(x) * r // self.size for r in (self.rank, self.rank + 1))
