@@ -50,7 +50,7 @@ from project.figures.runs import Run, actions_of, duration
 from project.plan import machine_named
 from project.plot import describe as in_words
 from runtime.axes import place_of
-from training.files import writing
+from training.files import OPTIONS, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
 
@@ -89,16 +89,6 @@ class Reported(Run):
 
     machine: describe.Machine | None = None
 
-    def read(self, name: str) -> dict[str, Any]:
-        """A file in JSON; empty if there is none."""
-        path = self.folder / name
-        return read_json(path) if path.is_file() else {}
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The model's sizes; empty if it is no GPT-2."""
-        return self.read("config.json")
-
     @cached_property
     def step(self) -> Compared | None:
         """A recorded step beside its prediction; None: there is none."""
@@ -127,7 +117,7 @@ class Reported(Run):
     def priced(self) -> PricedStep | None:
         """The run as the planner sees it, to which dp counts all replicas; None without a machine,
         or if it is no GPT-2."""
-        used, size = self.summary, self.config
+        used, size = self.summary, read_json(self.folder / "config.json")
         ranks = {**self.shape, "dp": self.shape["dp"] * self.shape["ep"]}
         if self.machine is None or "n_embd" not in size:
             return None
@@ -236,6 +226,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         finished=finished,
         gradients=compared,
         about=in_words,
+        commands={run.name: read_json(run.folder / OPTIONS).get("command") for run in finished},
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
         apart=apart,
         picture=lambda step: inline(lambda path: draw_step(path, step, "predicted")),

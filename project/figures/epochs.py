@@ -23,7 +23,10 @@ Curves = Mapping[str, Mapping[int, float]]  # by run, the values by their number
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a file that a run wrote. Raises UserError."""
+    """The content of a file that a run wrote; empty if there is none. Raises UserError if it cannot
+    be read."""
+    if not path.exists():
+        return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -45,8 +45,7 @@ class Run:
         UserError if there is no such folder, or they cannot be read."""
         if not self.folder.is_dir():
             raise UserError(f"{self.folder}: there is no such folder; name the --workdir of a run")
-        paths = [path for name in (SUMMARY, OPTIONS) if (path := self.folder / name).exists()]
-        return read_json(paths[0]) if paths else {}
+        return read_json(self.folder / SUMMARY) or read_json(self.folder / OPTIONS)
 
     @property
     def finished(self) -> dict[str, Any]:
@@ -84,9 +83,8 @@ class Run:
         workers: dict[str, list[Event]] = {}
         for rank in range(self.summary.get("world_size", 1)):
             path = self.folder / f"timeline_rank{rank}.json"
-            if not path.is_file():
+            if not (content := read_json(path)):
                 raise UserError(f"{path} is missing; make the run again, with --timeline 10")
-            content = read_json(path)
             ranks = content["about"].get("ranks")
             for event in starmap(Event, content["events"]):
                 s = max(0, event.stage)  # without a stage it counts for the first one
