@@ -24,7 +24,6 @@ from tests.faults import faults
 from tests.faults.faults import LAYOUTS, Fault, Found
 from tests.faults.hosts import MissingError
 
-NARROW = "tbf rate 20mbit burst 32kb latency 1s"
 # By name: the least number of hosts, and what happens to the last host and the last rank.
 FAULTS: dict[str, tuple[int, Callable[[int, int], Sequence[Fault]]]] = {
     "rank killed": (1, lambda _, rank: [faults.kill(rank)]),
@@ -34,10 +33,7 @@ FAULTS: dict[str, tuple[int, Callable[[int, int], Sequence[Fault]]]] = {
     "host killed": (2, lambda host, _: [faults.kill_host(host, 5)]),
     "link cut, less than the time-out": (2, lambda host, _: [faults.cut_link(host, 5)]),
     "link cut, more than the time-out": (2, lambda host, _: [faults.cut_link(host, 40)]),
-    "narrow link": (2, lambda host, _: [faults.slow_link(host, NARROW)]),
-    "slow link": (2, lambda host, _: [faults.slow_link(host, "netem delay 20ms loss 1%")]),
     "host leaves, and is back": (2, lambda host, _: [faults.leave(host, 4), faults.join(host, 8)]),
-    "clock wrong": (2, lambda host, _: [faults.shift_clock(host, 1)]),
 }
 LEAVES = "host leaves, and is back"  # and the run goes on with the others, under layouts whose dp
 FOLLOW = ("evaluated", "pictures", "ddp", "fsdp", "3d")  # follows the number of hosts

@@ -75,7 +75,6 @@ class Cluster:
         self.each = layout.alone if hosts.number == 1 else layout.each  # ranks of a host
         self.runs: dict[int, Run] = {}
         self.all: list[Run] = []
-        self.clocks: dict[int, float] = {}
         self.caught = 0  # the process id of the rank that waits in a trap
         self.port = 29400 + os.getpid() % 1000
 
@@ -94,7 +93,7 @@ class Cluster:
         ).split()
         options += [*OPTIONS, "--timeout", str(TIMEOUT)]
         environment = [
-            "env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}",
+            "env", f"FAULTS={self.folder}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",  # see docs/faults.md
         ]  # fmt: skip
         line = [*self.hosts.inside(host), *environment, *trapped, *torchrun, *options]
@@ -150,7 +149,6 @@ class Fault:
 
     Attributes:
         disk: the host has a small disk of its own.
-        clock: by how many seconds the host's clock is wrong, from the start.
     """
 
     step: int
@@ -160,7 +158,6 @@ class Fault:
     seconds: float = 0.0
     undo: Callable[[Cluster], object] | None = None
     disk: bool = False
-    clock: float = 0.0
 
 
 def kill(rank: int, step: int = STRUCK) -> Fault:
@@ -195,11 +192,6 @@ def cut_link(host: int, seconds: float, step: int = STRUCK) -> Fault:
     return Fault(step, lambda c: c.hosts.cut(host), host=host, seconds=seconds, undo=undo)
 
 
-def slow_link(host: int, discipline: str, step: int = STRUCK) -> Fault:
-    """A link is slow, in the words of `tc`."""
-    return Fault(step, lambda c: c.hosts.slow(host, discipline), host=host)
-
-
 def fill_disk(host: int, seconds: float, step: int = STRUCK) -> Fault:
     """The disk with a host's workdir and temporary files is full for so many seconds."""
 
@@ -213,11 +205,6 @@ def fill_disk(host: int, seconds: float, step: int = STRUCK) -> Fault:
 
     undo: Any = lambda c: filler(c).unlink()  # noqa: E731
     return Fault(step, strike, host=host, seconds=seconds, undo=undo, disk=True)
-
-
-def shift_clock(host: int, hours: float) -> Fault:
-    """The clock of a host is wrong, from the start."""
-    return Fault(STRUCK, lambda _: None, host=host, clock=hours * 3600)
 
 
 def notice(step: int = STRUCK) -> Fault:
@@ -284,7 +271,6 @@ def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Fo
         folder = Path(stack.enter_context(scratch()))
         machines = stack.enter_context(Hosts(hosts))
         cluster = Cluster(layout, machines, folder, f"1:{hosts}" if elastic else str(hosts))
-        cluster.clocks = {fault.host: fault.clock for fault in faults if fault.clock}
         for fault in faults:
             cluster.trap(fault).touch()
             if fault.disk:

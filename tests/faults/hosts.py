@@ -21,7 +21,7 @@ class MissingError(Exception):
 
 
 def command(words: str) -> None:
-    """Runs `ip` or `tc`. Raises MissingError if it cannot."""
+    """Runs `ip`, say. Raises MissingError if it cannot."""
     try:
         subprocess.run(words.split(), check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -80,8 +80,3 @@ class Hosts:
     def mend(self, host: int) -> None:
         """Undoes `cut`."""
         command(f"ip -n {self.switch} link set port{host} up")
-
-    def slow(self, host: int, discipline: str) -> None:
-        """Gives both directions of a host's link a queueing discipline, as `netem delay 20ms`."""
-        command(f"tc -n {self.switch} qdisc replace dev port{host} root {discipline}")
-        command(f"tc -n {self.names[host]} qdisc replace dev link{host} root {discipline}")

@@ -2,34 +2,17 @@
 
 FAULTS names the folder in which a rank writes down the steps that it has done, and waits after
 those for which there is a file `trap-RANK-STEP`: it puts its process id there, renames the file to
-`caught-...`, and goes on when the file is gone, or it was given notice. FAULT_CLOCK shifts the
-clock, in seconds.
+`caught-...`, and goes on when the file is gone, or it was given notice.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 import runpy
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
-
-def shift_clock(seconds: float) -> None:
-    """Makes Python's clock of this process wrong."""
-    true_time, true_date = time.time, datetime.datetime
-
-    class Shifted(true_date):  # type: ignore[misc, valid-type]
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime.datetime:
-            return super().now(tz) + datetime.timedelta(seconds=seconds)
-
-    # torchrun pickles times by the name of their class.
-    Shifted.__name__, Shifted.__qualname__, Shifted.__module__ = "datetime", "datetime", "datetime"
-    time.time = lambda: true_time() + seconds
-    datetime.datetime = Shifted  # type: ignore[misc]
 
 
 def set_traps(folder: Path) -> None:
@@ -59,8 +42,6 @@ def set_traps(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if clock := os.environ.get("FAULT_CLOCK"):
-        shift_clock(float(clock))
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "torchrun":
         runpy.run_module("torch.distributed.run", run_name="__main__")

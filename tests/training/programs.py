@@ -55,11 +55,6 @@ def raise_on_one(world: World) -> None:
     dist.barrier()
 
 
-def user_error(_: World) -> None:
-    """What only a rank can find out."""
-    raise UserError("--model x: no such model; --model gpt2 works")
-
-
 def meet(world: World, folder: Path) -> NoReturn:
     """Writes down whom the ranks have met, by the parents of all; and stays."""
     parent = torch.tensor([os.getppid()])
