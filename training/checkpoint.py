@@ -55,8 +55,6 @@ from .launch.errors import UserError
 from .launch.world import World
 from .layouts.layout import Held, LaidOutModel
 
-# torch.distributed.checkpoint is imported where it is used: it takes a second.
-
 FORMAT = "parallel-gpt2 checkpoint 5"
 STATE, METADATA = "state.json", ".metadata"
 
@@ -138,47 +136,6 @@ def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str,
 # Saving and loading, by all ranks together
 
 
-class Rectangles(Tensor):
-    """What this rank holds of one tensor, for `torch.distributed.checkpoint`: it has the whole
-    shape but no memory, and implements the methods that the library calls to save a DTensor."""
-
-    held: Mapping[tuple[int, ...], Held]  # by their offsets
-
-    def __create_write_items__(self, name: str, _: Tensor) -> list[Any]:
-        """The rectangles to write."""
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        items = []
-        for offsets, x in self.held.items():
-            chunk = ChunkStorageMetadata(torch.Size(offsets), x.tensor.shape)
-            data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())
-            index = MetadataIndex(name, chunk.offsets)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory of one rectangle, to write from."""
-        return self.held[tuple(index.offset)].tensor.detach()
-
-
-def by_name(held: Iterable[Held]) -> dict[str, Any]:
-    """The records as the library takes them, the largest first: of the ranks that hold the same
-    tensor it picks the one with the least to write so far, and this order keeps that balanced."""
-    tensors: dict[str, Any] = {}
-    for x in sorted((x for x in held if x.tensor.numel()), key=lambda x: -x.tensor.nbytes):
-        if x.name not in tensors:
-            whole = torch.empty((), dtype=x.tensor.dtype).expand(x.shape)
-            tensors[x.name] = whole.as_subclass(Rectangles)
-            tensors[x.name].held = {}
-        tensors[x.name].held[x.offsets] = x
-    return tensors
-
-
 class Saver:
     """Writes and loads the checkpoints of a run. All ranks call its methods together.
 
@@ -224,7 +181,7 @@ class Saver:
         if not self.background:
             self._write(name, held, texts)
             return name
-        # The library's async_save also saves in a thread, but cannot copy `Rectangles`.
+        # The library's async_save also saves in a thread, but copies what is in a dictionary.
         copies = [replace(x, tensor=x.tensor.detach().to("cpu", copy=True)) for x in held]
         # Its collectives use a group of their own: this thread goes on with the run's.
         self._writing = self._thread.submit(self._write, name, copies, texts)
@@ -232,6 +189,8 @@ class Saver:
 
     def _write(self, name: str, held: Iterable[Held], texts: Mapping[str, bytes]) -> None:
         """Each rank writes its tensors, rank 0 the rest."""
+        from training import tensor_files
+
         world, aside = self.world, self.folder / f".{name}.part"
         if world.device.type == "cuda":  # a new thread has the first, and would take memory there
             torch.accelerator.set_device_index(world.device)
@@ -242,7 +201,7 @@ class Saver:
                 world.gather(None)
                 # A host that does not see the folder of rank 0 has another disk.
                 with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
-                    self._write_tensors(Path(own), by_name(held))
+                    tensor_files.write(Path(own), held, world)
                     mine = [] if own == aside else Path(own).iterdir()
                     received = world.gather({path.name: path.read_bytes() for path in mine})
                 if world.is_main:
@@ -252,18 +211,6 @@ class Saver:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
         world.gather(None)  # rank 0 has renamed the folder
-
-    def _write_tensors(self, folder: Path, tensors: dict[str, Any]) -> None:
-        """What the library writes. Raises, on all ranks, the error of one."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        settings = {"process_group": self.world.group, "no_dist": self.world.world_size == 1}
-        try:
-            save(tensors, storage_writer=FileSystemWriter(folder), **settings)
-        except CheckpointException as raised:
-            raise next(iter(raised.failures.values()))[0] from None
 
     def _complete(self, aside: Path, name: str, *others: Mapping[str, bytes]) -> None:
         """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
@@ -287,8 +234,7 @@ class Saver:
         Raises:
             CheckpointError: a tensor is missing or has another shape.
         """
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
+        from training import tensor_files
 
         stored, wanted = checkpoint.tensors, defaultdict(list)
         for x in held:
@@ -296,12 +242,10 @@ class Saver:
                 lacks = f"has no {x.name} of shape {x.shape}: it is of another model"
                 raise CheckpointError(f"--resume: {checkpoint.folder} {lacks}")
             wanted[x.name].append(x)
-        reader = FileSystemReader(checkpoint.folder)
-        reader.read_metadata = lambda *_, **__: checkpoint.metadata  # type: ignore[method-assign]
         for name in sorted({name for names in self.world.gather([*wanted]) for name in names}):
             whole = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
             if self.world.is_main:
-                load({name: whole}, storage_reader=reader, no_dist=True)
+                tensor_files.read(checkpoint.folder, checkpoint.metadata, name, whole)
             if self.world.world_size > 1:
                 dist.broadcast(whole, 0, self.world.group)
             for x in wanted[name]:
