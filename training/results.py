@@ -66,8 +66,8 @@ from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
 
-Sink = Callable[[int, Mapping[str, Any]], None]
-"""Takes the number of steps done, and the numbers to write."""
+Sink = Callable[[Mapping[str, Any]], None]
+"""Takes the numbers of a step, or of an evaluation."""
 
 # What a run leaves in its workdir. The last shows that there was one, as does a checkpoint.
 OF_A_RUN = (
@@ -153,7 +153,7 @@ class Results:
 
     def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
         for sink in self.sinks:
-            sink(steps, {"epoch": epoch, "step": steps, **numbers})
+            sink({"epoch": epoch, "step": steps, **numbers})
 
     def end_epoch(
         self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
@@ -333,16 +333,16 @@ def _json_lines(path: Path, steps_done: int) -> Sink:
         lines = path.read_text(encoding="utf-8").splitlines(True)
         write_text(path, "".join(filter(is_done, lines)))
 
-    def write(_: int, numbers: Mapping[str, Any]) -> None:
+    def write(numbers: Mapping[str, Any]) -> None:
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_text(numbers, indent=None))
 
     return write
 
 
-def _printed(step: int, numbers: Mapping[str, Any]) -> None:
+def _printed(numbers: Mapping[str, Any]) -> None:
     if "loss" in numbers:  # else an evaluation
-        show(f"step {step}: loss {numbers['loss']:.4f}, {numbers['seconds']:.3f} s")
+        show("step {step}: loss {loss:.4f}, {seconds:.3f} s".format(**numbers))
 
 
 def check_trackers(args: Options) -> None:
@@ -358,9 +358,9 @@ def _tensorboard(folder: Path, steps_done: int) -> Sink:
     # What is there of later steps, as of a run that was killed early, is not shown.
     writer = SummaryWriter(folder, purge_step=steps_done + 1)
 
-    def write(steps: int, numbers: Mapping[str, Any]) -> None:
+    def write(numbers: Mapping[str, Any]) -> None:
         for name, value in numbers.items():
-            writer.add_scalar(name, value, steps)
+            writer.add_scalar(name, value, numbers["step"])
         writer.flush()
 
     return write
@@ -373,4 +373,4 @@ def _wandb(args: Options) -> Sink:
 
     about: dict[str, Any] = {"dir": args.workdir, "config": options_of(args)}
     run = wandb.init(project="parallel-gpt2", resume="auto", **about)
-    return lambda steps, numbers: run.log(dict(numbers), step=steps)
+    return lambda numbers: run.log(dict(numbers), step=numbers["step"])

@@ -22,7 +22,7 @@ from typing import Any
 
 from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
-from training.files import CHECKPOINTS, ENDED, writing
+from training.files import CHECKPOINTS, ENDED
 from training.optimization import Optimizers
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, options_of
@@ -195,13 +195,12 @@ class Saving:
             self.saver.wait()
             if not isinstance(error, Ended):
                 raise
-            if self.world.rank == self.world.local_rank and self.saved:
-                with writing(self.args.workdir / ENDED):
+            said = "no step is saved"
+            if self.saved:
+                said = f"step {self.saved} is saved, and --resume goes on from there"
+                if self.world.rank == self.world.local_rank:
                     (self.args.workdir / ENDED).touch()
-            saved = f"step {self.saved} is saved, and --resume goes on from there"
-            raise Ended(
-                f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
-            ) from None
+            raise Ended(f"The run was asked to end: {said}.") from None
 
     def prune(self) -> None:
         """Waits for the last checkpoint, and removes older ones if the last step was finite, which

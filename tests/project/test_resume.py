@@ -8,7 +8,6 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from training.launch.errors import UserError, counted
 from training.loop import seed_step
 from training.optimization import Recipe
 from training.results import read_metrics
-from training.resume import Resume, Saving, find_resume
+from training.resume import find_resume
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -227,17 +226,6 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
         said = rf"^--{short} .* has done 6 steps \(1\.5 epochs\); as many or more work"
         with pytest.raises(UserError, match=said):
             resumed(f"--{short}")
-
-
-def test_parts_of_a_batch_go_on_from_equal_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.resume.load_training", Mock())
-    totals = {"positions": 100, "tokens": 80, "seconds": 4.0, "loss_sum": 3.0, "steps": 2}
-    model = SimpleNamespace(dp_size=2, dp_rank=1)
-    saving: Any = SimpleNamespace(saver=Mock(), optimizer=Mock(), model=model)
-    state = {"steps": 2, "totals": totals}
-    done = Saving.restore(saving, Resume(Checkpoint(Path("c"), state, None)))
-    assert (done.positions, done.tokens, done.seconds) == (50, 40, 4.0)
-    assert (done.loss_sum, done.steps) == (3.0, 2)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
