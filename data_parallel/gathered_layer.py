@@ -133,7 +133,7 @@ class GatheredLayer:
         graph = LayerGraph(self.device)
         checkpoint = self.checkpoint and torch.is_grad_enabled()
         run = partial(self._run, graph, checkpoint)
-        return graph.record(value, run, is_first=False, checkpoint=checkpoint), graph
+        return graph.record(value, run, copy=False, checkpoint=checkpoint), graph
 
     def recompute(self, graph: LayerGraph) -> None:
         """Runs a checkpointed forward again."""

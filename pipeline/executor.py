@@ -17,18 +17,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
-from runtime.recompute import device_types
+from runtime.randomness import gpu_restored
+from runtime.recompute import Autocast
 from runtime.recorder import Recorder, acting
 
 from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
 RECOMPUTE = "R"  # for the recorder
+
+
+def _no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast is for forwards only: the backward of an operator chooses its own types."""
+    return Autocast(off=True).entered()
 
 
 class Stopped(BaseException):
@@ -59,8 +64,10 @@ class Channel:
         self._queue.put(None)
 
 
+@dataclass
 class Dataflow:
-    """The stages of this process and the channels around them, for one run of a schedule.
+    """The stages of this process, by number, and the channels around them, for one run of a
+    schedule.
 
     Args:
         up: activations into stage s, one more than stages.
@@ -68,38 +75,28 @@ class Dataflow:
         retain_graph: keep the graphs after backward.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        up: Mapping[int, Any],
-        down: Mapping[int, Any],
-        recorder: Recorder | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        self.up, self.down = up, down
-        self._stages = {stage.index: stage for stage in stages}
-        self._recorder = recorder
-        self._retain_graph = retain_graph
-        self._stopped = False  # set by any thread
+    stages: Mapping[int, Stage]
+    up: Mapping[int, Any]
+    down: Mapping[int, Any]
+    recorder: Recorder | None = None
+    retain_graph: bool = False
+    stopped: bool = False  # set by any thread
 
     def run(self, actions: Sequence[Action]) -> None:
-        """The work of one worker."""
+        """The work of one worker. Draws leave the generator of its GPU as it was."""
+        do = {FORWARD: self._forward, BACKWARD_WEIGHT: self._backward_weight}
         try:
-            for action in actions:
-                if self._stopped:
-                    raise Stopped
-                if action.kind is FORWARD:
-                    self._forward(action)
-                elif action.kind is BACKWARD_WEIGHT:
-                    self._backward_weight(action)
-                else:
-                    self._backward(action)
+            with gpu_restored(self.stages[actions[0].stage].device):
+                for action in actions:
+                    if self.stopped:
+                        raise Stopped
+                    do.get(action.kind, self._backward)(action)
         except BaseException:
             self.stop()  # wakes those that wait for this worker
             raise
 
     def stop(self) -> None:
-        self._stopped = True  # for workers that compute now
+        self.stopped = True  # for workers that compute now
         for channel in (*self.up.values(), *self.down.values()):
             channel.stop()
 
@@ -107,34 +104,34 @@ class Dataflow:
         _, s, i = action
         value = self.up[s].get(i)  # waits outside `_noted`: not recorded
         with self._noted(action):
-            output = self._stages[s].forward(i, value)
+            output = self.stages[s].forward(i, value)
         self.up[s + 1].put(i, output)  # detached; the next stage may start
 
     def _backward(self, action: Action) -> None:
         kind, s, i = action
-        stage = self._stages[s]
+        stage = self.stages[s]
         if stage.checkpointed(i):  # while the gradient is in transit
             with self._noted(action, RECOMPUTE):
                 stage.recompute(i)
         gradients = self.down[s + 1].get(i)  # waits
         with self._noted(action), _no_autocast():
             if kind is BACKWARD:
-                result = stage.backward(i, gradients, self._retain_graph)
+                result = stage.backward(i, gradients, self.retain_graph)
             else:
                 result = stage.backward_input(i, gradients)
         self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
 
     def _backward_weight(self, action: Action) -> None:
         with self._noted(action), _no_autocast():
-            self._stages[action.stage].backward_weight(action.microbatch)
+            self.stages[action.stage].backward_weight(action.microbatch)
 
     @contextlib.contextmanager
     def _noted(self, action: Action, part: str = "") -> Iterator[None]:
         """Reports to the recorder; adds the place to an error as a note. ``part``: a part of the
         action, recorded under this kind."""
-        device = self._stages[action.stage].device
+        device = self.stages[action.stage].device
         try:
-            with acting(self._recorder, part or action.kind.value, *action[1:], device=device):
+            with acting(self.recorder, part or action.kind.value, *action[1:], device=device):
                 yield
         except BaseException as error:
             what = action.kind.name.lower().replace("_", " ")
@@ -143,12 +140,3 @@ class Dataflow:
             # `add_note` of Python 3.11
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
             raise
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Autocast is for forwards only: the backward of an operator chooses its own types."""
-    with contextlib.ExitStack() as stack:
-        for kind in device_types():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -8,7 +8,7 @@ the batch as first dimension, or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,6 @@ def sizes_by_split(batch: int, split_size: int) -> list[int]:
     return [split_size] * whole + [rest] * (rest > 0) or [0]  # [0]: one empty micro-batch
 
 
-def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
-    """``num_microbatches`` sizes that differ by at most one; fewer if the batch is smaller."""
-    return even_sizes(batch, max(1, min(num_microbatches, batch)))
-
-
 def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     """One value per micro-batch; its tensors are views of the given ones."""
     leaves, spec = pytree.tree_flatten(value)
@@ -58,9 +53,10 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def cut_batch(
-    x: Any, target: Any, sizes: Callable[[int], Sequence[int]]
+    x: Any, target: Any, num_microbatches: int | None, split_size: int = 1
 ) -> tuple[list[Any], list[Any]]:
-    """The micro-batches of x and of the target; ``sizes`` maps the batch size to their sizes.
+    """The micro-batches of x and of the target: ``num_microbatches`` whose sizes differ by at most
+    one, fewer if the batch is smaller; or, without a number, of ``split_size``.
 
     `MicroBatches` are not cut again.
     """
@@ -71,8 +67,11 @@ def cut_batch(
                 "it as MicroBatches too, as many"
             )
         return [*x], [*target]
-    of_each = sizes(batch_size((x, target)))  # x and target must agree
-    return split_batch(x, of_each), split_batch(target, of_each)
+    batch = batch_size((x, target))  # x and target must agree
+    sizes = sizes_by_split(batch, split_size)
+    if num_microbatches is not None:
+        sizes = even_sizes(batch, max(1, min(num_microbatches, batch)))
+    return split_batch(x, sizes), split_batch(target, sizes)
 
 
 def join(values: Sequence[Any]) -> Any:

@@ -137,9 +137,8 @@ class GPT2LMHeadModelParallel(GPT2LMHeadModel):
         self.transformer.deparallelize()
 
     def _prepare_pipeline_parallel(self, split_size: int = 1) -> None:
-        if self.transformer.h_pp is None:
-            self.parallelize()
         self.transformer._prepare_pipeline_parallel(split_size)
+        self.lm_head.to(self.transformer.wte.weight.device)
 
     _finalize_pipeline_parallel = deparallelize
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,11 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
     """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
     flattened. ValueError unless the sizes add up to the layers."""
-    parts = [flatten(nn.Sequential(*part)) for part in layers_of_stages([*modules], sizes)]
+    parts = [flatten(nn.Sequential(*part)) for part in by_stage([*modules], sizes)]
     return [nn.Sequential(*(layer for layer, _ in part)) for part in parts]
 
 
-def layers_of_stages(
-    layers: Sequence[nn.Module], sizes: Sequence[int]
-) -> list[Sequence[nn.Module]]:
+def by_stage(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
     """The next ``sizes[s]`` layers for each stage s."""
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
         raise ValueError(
@@ -106,15 +104,11 @@ def flatten(
         while isinstance(layer, WithDevice):
             device = device or layer.device  # the outermost wins
             layer = layer.module
-        if _is_nested(layer):
+        # A subclass may have its own forward; an empty Sequential is a layer, the identity.
+        if type(layer) is nn.Sequential and len(layer) > 0:
             yield from flatten(layer, device)
         else:
             yield layer, device
-
-
-def _is_nested(layer: nn.Module) -> TypeGuard[nn.Sequential]:
-    """A subclass may have its own forward; an empty Sequential is a layer, the identity."""
-    return type(layer) is nn.Sequential and len(layer) > 0
 
 
 def _placed(layer: nn.Module, device: torch.device | None) -> torch.device | None:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
-from runtime.randomness import OfThread, gpu_restored, step_seed
+from runtime.randomness import OfThread
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 
@@ -46,7 +46,7 @@ from . import microbatch
 from .autograd import pipelined
 from .executor import Channel, Dataflow
 from .partition import _split_module, holders
-from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
+from .replicas import Replicas, gradients_by_stage, split_by_sizes
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
@@ -117,8 +117,9 @@ class Pipe(nn.Module):
         clocks = self._all_clocks(len(sizes))
         with self._crew.alone():
             stages = self._new_stages(len(sizes))
+            trained = [p for owned in self.stage_parameters() for p in owned if p.requires_grad]
             return pipelined(
-                x, sizes, trained_parameters(stages, self.replicas),
+                x, sizes, trained,
                 forward=lambda batches: self.compute(batches, clocks, stages),
                 backward=partial(self.backward_all, stages),
             )  # fmt: skip
@@ -136,7 +137,7 @@ class Pipe(nn.Module):
             down = self._channels(-1)  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
-            flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
+            flow = Dataflow(dict(enumerate(stages)), {}, down, self.recorder, retain_graph)
             self._run_flow(flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
             sums = gradients_by_stage(stages, self.replicas)
@@ -159,7 +160,7 @@ class Pipe(nn.Module):
         for i, j in dict(reversed(schedule)).items():  # the first partition of each micro-batch
             up[j].put(i, batches[i])
             batches[i] = None  # this list does not keep the input alive
-        flow = Dataflow(stages, up, {}, self.recorder)
+        flow = Dataflow(dict(enumerate(stages)), up, {}, self.recorder)
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
         for i, j in dict(schedule).items():  # its last
             batches[i] = up[j + 1].get(i)  # here already: _run_flow has waited
@@ -188,12 +189,7 @@ class Pipe(nn.Module):
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
-
-        def run(s: int) -> None:
-            with gpu_restored(self.devices[s]):
-                flow.run(by_worker[s])
-
-        jobs = {s: partial(run, s) for s in sorted(by_worker)}
+        jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
         self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def train_step(
@@ -214,11 +210,7 @@ class Pipe(nn.Module):
         again. If a stage raises, no ``.grad`` changes. Neither x nor ``scale`` may require a
         gradient, and no parameter may have a hook on its own.
         """
-        if num_microbatches is None:
-            sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
-        else:
-            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut_batch(x, target, sizes)  # one each per micro-batch
+        inputs, targets = microbatch.cut_batch(x, target, num_microbatches, self.split_size)
         refuse_gradient(inputs, "the input", "call pipe(x), which is differentiated by it")
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
         refuse_hooks([self])
@@ -231,7 +223,8 @@ class Pipe(nn.Module):
                 up[0].put(i, value)  # all at once: the channel holds them
             _, by_clock = validated(schedule, tuple(self._ranks), len(inputs))  # of all ranks
             with torch.enable_grad():
-                self._run_flow(Dataflow(stages, up, down, self.recorder), by_clock)
+                flow = Dataflow(dict(enumerate(stages)), up, down, self.recorder)
+                self._run_flow(flow, by_clock)
             for of_stage in gradients_by_stage(stages, self.replicas):
                 hand_over(of_stage)
             return losses.total()
@@ -254,8 +247,7 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
-        seed = step_seed()
         return new_stages(
-            parts, dict(enumerate(self.devices)), lambda device: OfThread(device, seed),
+            parts, dict(enumerate(self.devices)), OfThread,
             self._uncalled, recompute=self.recompute, num_microbatches=num_microbatches,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime.graph import Gradients, memory_of
 
-from .partition import WithDevice, _split_module, layers_of_stages, split_into
+from .partition import WithDevice, _split_module, by_stage, split_into
 from .stage import Stage
 
 Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
@@ -25,7 +25,7 @@ def split_by_sizes(
 ) -> tuple[nn.ModuleList, list[torch.device]]:
     """Like `_split_module`, but cut by ``sizes`` like `split_into`; a stage is on the device of its
     first layer."""
-    parts = [_split_module(nn.Sequential(*part)) for part in layers_of_stages([*modules], sizes)]
+    parts = [_split_module(nn.Sequential(*part)) for part in by_stage([*modules], sizes)]
     return nn.ModuleList(split_into(modules, sizes)), [devices[0] for _, devices in parts]
 
 
@@ -40,7 +40,7 @@ def place_layers(
     home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
     placed: list[nn.Module] = []
-    for stage, name in zip(layers_of_stages(layers, sizes), devices, strict=True):
+    for stage, name in zip(by_stage(layers, sizes), devices, strict=True):
         device = torch.device(name)  # may be logical: cpu:1
         physical = memory_of(device)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
@@ -59,13 +59,6 @@ def place_layers(
 
 def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)
-
-
-def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
-    """All trained parameters, each once, in the order of the stages."""
-    # a copy counts as its original
-    originals = (replicas.get(p, p) for stage in stages for p in stage.parameters)
-    return list(dict.fromkeys(originals))
 
 
 def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, move
 from runtime.guards import refuse_hooks
-from runtime.randomness import OfProcess, OfThread
+from runtime.randomness import OfProcess, OfThread, step_seed
 
 from .executor import Channel
 from .stage import Stage
@@ -34,7 +34,7 @@ SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
 def new_stages(
     parts: Sequence[nn.Sequential],
     devices: Mapping[int, torch.device],
-    randomness: Callable[[torch.device], OfThread | OfProcess],
+    randomness: type[OfThread] | type[OfProcess],
     uncalled: Iterable[nn.Module],
     **how: Any,
 ) -> list[Stage]:
@@ -48,10 +48,10 @@ def new_stages(
         how: other arguments of `Stage`.
     """
     refuse_hooks(uncalled)
-    stages, first_layer = [], 0
+    stages, first_layer, seed = [], 0, step_seed()
     for s, part in enumerate(parts):
         if s in devices:
-            draws = randomness(devices[s])
+            draws = randomness(devices[s], seed)
             stages.append(Stage(s, part, devices[s], draws, first_layer, **how))
         first_layer += len(part)
     return stages

@@ -43,23 +43,42 @@ class Graph:
         return self._checkpoint is not None
 
     def record(
-        self, value: Any, run: Callable[[Any], Any], is_first: bool, checkpoint: bool = False
+        self, value: Any, run: Callable[[Any], Any], copy: bool, checkpoint: bool = False
     ) -> Any:
         """``run(value)``, detached; ``requires_grad`` marks the leaves that are part of the graph.
 
-        ``run`` may write to the tensors of ``value``: nobody else reads them.
-        The model's first graph works on copies, because the batch belongs to the caller and its
-        micro-batches share memory. A tensor that appears twice stays one tensor, and its gradient
-        is found at its first position.
+        ``run`` may write to the tensors of ``value``: nobody else reads them. If somebody does, let
+        it work on a ``copy``: the batch belongs to the caller, and its micro-batches share memory.
+        A tensor that appears twice stays one tensor, and its gradient is found at its first
+        position.
 
         ``checkpoint`` frees what backward needs; `recompute`, with the same ``run``, makes it
         again.
         """
-        result = self._record(value, run, is_first or checkpoint)
-        if checkpoint and torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        leaves, spec = pytree.tree_flatten(value)
+        self._num_inputs = len(leaves)
+        entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) not in entered:
+                inner = move(leaf.detach(), self._memory, training and (copy or checkpoint))
+                if training and leaf.requires_grad:
+                    self._x[k] = inner.requires_grad_()  # the leaf that gets dx
+                    inner = _Alias.apply(inner)  # what the layers get
+                entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
+        leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
+        results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
+        left: dict[int, Tensor] = {}  # by id of the result, too
+        for k, result in enumerate(results):
+            if isinstance(result, Tensor):
+                if training and result.requires_grad:
+                    self._y[k] = result
+                if id(result) not in left:
+                    left[id(result)] = result.detach().requires_grad_(result.requires_grad)
+        if training and checkpoint:
             self.release()  # with y goes all that autograd keeps
             self._checkpoint = value, versions(value), Autocast()  # x, its writes so far
-        return result
+        return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
         """Rebuilds a checkpointed graph. ``run`` must compute the same bits again.
@@ -75,30 +94,7 @@ class Graph:
                 "hand over a copy, or use recompute='never'"
             )
         with torch.enable_grad(), autocast.entered():
-            self._record(value, run, copy=True)  # for the graph alone: y is known
-
-    def _record(self, value: Any, run: Callable[[Any], Any], copy: bool) -> Any:
-        leaves, spec = pytree.tree_flatten(value)
-        self._num_inputs = len(leaves)
-        entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and id(leaf) not in entered:
-                trained = leaf.requires_grad and torch.is_grad_enabled()
-                inner = move(leaf.detach(), self._memory, copy and torch.is_grad_enabled())
-                if trained:
-                    self._x[k] = inner.requires_grad_()  # the leaf that gets dx
-                    inner = _Alias.apply(inner)  # what the layers get
-                entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
-        leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
-        results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
-        left: dict[int, Tensor] = {}  # by id of the result, too
-        for k, result in enumerate(results):
-            if isinstance(result, Tensor):
-                if result.requires_grad and torch.is_grad_enabled():
-                    self._y[k] = result
-                if id(result) not in left:
-                    left[id(result)] = result.detach().requires_grad_(result.requires_grad)
-        return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
+            self.record(value, run, copy=True)  # for the graph alone: y is known
 
     def differentiate(
         self,

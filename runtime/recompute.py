@@ -58,25 +58,21 @@ def segments(layers: Sequence[T], mode: str) -> list[list[T]]:
     return [list(layers[a:b]) for a, b in pairwise(edges)]
 
 
-def device_types() -> list[str]:
-    """The CPU, and the accelerator of this machine, if torch knows one."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-
-
 class Autocast:
-    """This thread's autocast, to be entered again."""
+    """This thread's autocast, or none, to be entered again."""
 
-    def __init__(self) -> None:
-        self._before = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in device_types()
+    def __init__(self, off: bool = False) -> None:
+        accelerator = torch.accelerator.current_accelerator()  # of this machine, if torch knows one
+        kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+        self._state = [
+            (kind, torch.get_autocast_dtype(kind), not off and torch.is_autocast_enabled(kind))
+            for kind in kinds
         ]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._before:
+            for kind, dtype, enabled in self._state:
                 if enabled or torch.is_autocast_enabled(kind):  # on then, or off then and on now
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             yield

@@ -52,7 +52,7 @@ from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_ov
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
-from runtime.randomness import OfProcess, step_seed
+from runtime.randomness import OfProcess
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 
@@ -175,8 +175,7 @@ class ProcessPipe:
         """
         with self._step(), torch.enable_grad():
             refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
-            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-            inputs, targets = microbatch.cut_batch(x, target, sizes)
+            inputs, targets = microbatch.cut_batch(x, target, num_microbatches)
             refuse_gradient(inputs, "the input", "make what computes it the first of the layers")
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
@@ -268,12 +267,11 @@ class ProcessPipe:
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; ``how``: other arguments of `Stage`."""
-        seed = step_seed()
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
         return new_stages(
-            parts, dict.fromkeys(self._own, self.device), lambda on: OfProcess(on, seed),
+            parts, dict.fromkeys(self._own, self.device), OfProcess,
             self._uncalled, **how,
         )  # fmt: skip
 
@@ -287,9 +285,8 @@ class ProcessPipe:
             first.put(i, value)  # without stage 0 nobody takes them
         up = {0: first, **{s: Channel() for s in inside}, **self._neighbours.up, n: end}
         down = {**{s: Channel() for s in (0, *inside)}, **self._neighbours.down, n: end}
-        flow = Dataflow(stages, up, down, self.recorder)
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+        flow = Dataflow({stage.index: stage for stage in stages}, up, down, self.recorder)
+        with torch.random.fork_rng(devices=()):  # of the CPU
             flow.run(lists[self.rank])  # on the calling thread; layers seed their draws
 
 

@@ -57,7 +57,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count, pairwise, product
+from itertools import count, pairwise, permutations, product
 
 from .schedule import (
     BACKWARD,
@@ -188,12 +188,10 @@ def _patterns(
         if len(free) > 2:  # two of the four actions fall on one clock
             return
         # The weights' halves take the two remaining clocks, as early as possible.
-        later = []
-        for places in (sorted(free), sorted(free, reverse=True)):  # which W takes which clock
-            halves = pattern[2:]  # the two I, which W must follow
-            ends = [c + 1 + (p - c - 1) % _PERIOD for p, (c, _) in zip(places, halves, strict=True)]
-            later.append(ends)
-        ends = min(later, key=sum)
+        starts = [clock + 1 for clock, _ in pattern[2:]]  # after the two I, which W must follow
+        ways = permutations(sorted(free))  # which W takes which clock
+        each = ([s + (p - s) % _PERIOD for p, s in zip(way, starts, strict=True)] for way in ways)
+        ends = min(each, key=sum)
         pattern += [
             (ends[0], Action(BACKWARD_WEIGHT, second, 0)),
             (ends[1], Action(BACKWARD_WEIGHT, first, 0)),
