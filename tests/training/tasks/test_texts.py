@@ -26,6 +26,7 @@ from training.tasks.language import LanguageTask
 from training.tasks.pictures import load_pictures
 from training.tasks.text_files import BUILTIN_FOLDER, END, rows_of_files, text_lines
 from training.tasks.texts import SPLITS, Texts, load_texts, made_once
+from training.tasks.tokens import get_tokenizer, tokenizer_files
 from training.tasks.translation import TranslationTask
 
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
@@ -59,7 +60,8 @@ def in_memory(task: TranslationTask) -> dict[str, list[dict[str, str]]]:
     decode, found = task.tokenizer.decode, dict[str, list[dict[str, str]]]()
     for split, examples in task.examples.items():
         sides = ((e.ids[: e.num_source - 1], e.ids[e.num_source : -1]) for e in examples)
-        found[split] = pairs([(decode(source), decode(target)) for source, target in sides])
+        texts = [(decode(source), decode(target)) for source, target in sides]
+        found[split] = [dict(zip(task.texts.keys, both, strict=True)) for both in texts]
     assert task.tested() == found["test"]
     return found
 
@@ -360,81 +362,77 @@ def test_a_large_file_may_be_one_long_line_of_which_little_is_in_memory(
 # A second start
 
 
-def starts(read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """The task of a start, and the files that it has read to the end."""
-    read_to_end = []
+def starts(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str], int]:
+    """The task of a start, what it has made of the text, and how many files it has read to the
+    end."""
+    made, reads = list[str](), list[Any]()
     real = text_files.rows_of_files
 
     def counting(dataset: str, keys: Any, groups: Any) -> Any:
         yield from real(dataset, keys, groups)
-        read_to_end.append(groups)
+        reads.append(groups)
 
     with monkeypatch.context() as patch:
         patch.setattr(text_files, "rows_of_files", counting)
-        found = read()
-    return found, read_to_end
+        for name in ("encoded", "train_tokenizer"):
+            method = getattr(TranslationTask, name)
+
+            def noting(task: TranslationTask, argument: Any, method: Any = method) -> Any:
+                made.append(argument if isinstance(argument, str) else "tokenizer")
+                return method(task, argument)
+
+            patch.setattr(TranslationTask, name, noting)
+        return make(), made, len(reads)
 
 
-@pytest.mark.parametrize("kind", ["lines", "jsonl"])
-def test_a_second_start_reads_nothing_and_gets_the_same(
-    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one counts pairs, and then makes tokens. (Neither the reading for a tokenizer nor
-    that of few pairs comes to the end of train.)"""
-    path = folder
-    if kind != "lines":
-        path = folder / "a.jsonl"
-        path.write_bytes(b'{"de": "x"}\n' + to_jsonl(numbered(0, 40)))
-    first, reads = starts(lambda: load(path, train=2), monkeypatch)
-    assert len(reads) == (2 if kind == "jsonl" else 4)
-    again, reads = starts(lambda: load(path, train=2), monkeypatch)
-    assert reads == []
-    assert in_memory(again) == in_memory(first)
-    assert again.notes == first.notes
-    assert again.fingerprints() == first.fingerprints()
-
-
-def _renamed(path: Path) -> Path:
-    return path.rename(path.with_name("b.jsonl"))
-
-
-def _rewritten(path: Path, content: bytes) -> Path:
-    """Other content of the same size and time."""
-    before = path.stat()
-    path.write_bytes(content)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert path.stat().st_size == before.st_size
-    return path
-
-
-CHANGES: dict[str, Callable[[Path], Any]] = {
-    "content": lambda path: load(_rewritten(path, to_jsonl(numbered(40, 80)))),
-    "name": lambda path: load(_renamed(path)),
-    "a size": lambda path: load(path, test=3),
-    "languages": lambda path: turned(replace(asked(path), src="en", tgt="de")),
-    "place": lambda path: turned(replace(asked(path), workdir=Path("other"))),
-}  # fmt: skip
-
-
-def turned(args: Options) -> TranslationTask:
-    return TranslationTask(args, World(), load_texts(args, World()))
+ALL = ["tokenizer", *SPLITS]
+CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {  # options, and what is made anew
+    "nothing": ({}, []),
+    "the length, at which pairs are cut later": ({"model_max_length": 61}, []),
+    "vocabulary": ({"vocab_size": 262}, ALL),
+    "sizes": ({"n_train": 2, "n_test": 2}, ALL),
+    "languages": ({"src": "en", "tgt": "de"}, ALL),
+    "place": ({"workdir": Path("other")}, ALL),
+    "content": ({}, ALL),
+    "name": ({"dataset": "renamed"}, ALL),
+    "files of a tokenizer": ({}, [*SPLITS]),
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_start_with_another_text_reads_it(
+def test_a_second_start_takes_what_the_first_has_made_of_the_same(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And gets what a first start gets."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(to_jsonl(numbered(10, 50)))
-    load(path)
-    changed, reads = starts(lambda: CHANGES[what](path), monkeypatch)
-    assert reads
-    if what in ("content", "a size", "languages"):
-        first = changed.tokenizer.decode(changed.examples["train"][0].ids)
-        assert ("sentence 40" if what == "content" else "sentence 10") in first
-        assert first.startswith("sentence") == (what == "languages")
-        assert len(changed.examples["test"]) == (3 if what == "a size" else 4)
+    """Then it reads nothing. It gets what a first start gets."""
+    for split in SPLITS:
+        (tmp_path / f"{split}.jsonl").write_bytes(to_jsonl(numbered(0, 3)))
+    files: dict[str, bytes] | None = None
+
+    def start(args: Options) -> TranslationTask:
+        return TranslationTask(args, World(), load_texts(args, World()), files)
+
+    args = asked(tmp_path)
+    first, made, reads = starts(lambda: start(args), monkeypatch)
+    assert made == ALL and reads > 0
+    options, expected = CHANGES[what]
+    changed = replace(args, **options)
+    if what == "content":  # of the same size and time
+        path = tmp_path / "validation.jsonl"
+        before = path.stat()
+        path.write_bytes(to_jsonl(numbered(3, 6)))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif what == "name":
+        tmp_path.rename(changed.dataset)
+    elif what == "files of a tokenizer":  # of a checkpoint
+        get_tokenizer(pairs([("aaaa", "bbbb")] * 3), 280, "de", "en", Path("of"))
+        files = tokenizer_files(Path("of"))
+    again, made, reads = starts(lambda: start(changed), monkeypatch)
+    assert made == expected and (reads > 0) == bool(expected)
+    anew = start(replace(changed, workdir=Path("anew")))
+    assert in_memory(again) == in_memory(anew)
+    assert (again.notes, again.fingerprints()) == (anew.notes, anew.fingerprints())
+    kept = {"name", "place", "languages", "vocabulary", "files of a tokenizer"}
+    assert (in_memory(again) == in_memory(first)) == (not expected or what in kept)
 
 
 def test_facts_are_whole_or_not_there(tmp_path: Path) -> None:
@@ -465,18 +463,20 @@ def _of_a_rank(rank: int, world_size: int, path: Path, folder: Path) -> tuple[An
     """What a rank of a host has read or raised, and how often it has read a text to the end."""
     world, args = World(rank, world_size, rank), replace(asked(path), workdir=folder)
 
-    def pairs_or_error() -> Any:
+    def made_or_error() -> Any:
         try:
             return TranslationTask(args, world, load_texts(args, world)).fingerprints()
         except UserError as error:
             return str(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        found, reads = starts(pairs_or_error, patch)
-        return found, len(reads)
+        found, _, reads = starts(made_or_error, patch)
+        return found, reads
 
 
 def test_one_rank_of_a_host_reads_and_all_say_what_is_wrong(ranks: Ranks, tmp_path: Path) -> None:
+    """One that counts pairs, and then makes tokens. The reading for a tokenizer does not come to
+    the end: what is held out is there."""
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_bytes(to_jsonl(numbered(0, 9)))
     bad.write_bytes(to_jsonl(numbered(0, 9)) + b"{")

@@ -33,7 +33,6 @@ from training.tasks.tokens import (
     get_tokenizer,
     ids_of,
     load_tokenizer,
-    tokenizer_files,
     tokens_of,
     write_tokens,
 )
@@ -46,10 +45,10 @@ PAIRS = [
 ]
 
 
-def texts_of(splits: Mapping[str, Any], src: str = "de", tgt: str = "en") -> Texts:
+def texts_of(splits: Mapping[str, Any]) -> Texts:
     """As if they were read from files."""
     rows = {split: partial(iter, pairs) for split, pairs in splits.items()}
-    return Texts("own", Source(rows, splits), (src, tgt), dict.fromkeys(SPLITS))
+    return Texts("own", Source(rows, splits), ("de", "en"), dict.fromkeys(SPLITS))
 
 
 @pytest.fixture(scope="module")
@@ -235,59 +234,11 @@ def test_the_content_is_on_disk_before_the_name(
     assert rows(Tokens(tmp_path / "name" / "a", np.uint16, 9)) == [([5, 6, 7], 2, 0)]
 
 
-CHANGES: dict[str, tuple[str, str, list[str]]] = {  # an option, two values, what is made anew
-    "nothing": ("", "", []),
-    "the length, at which pairs are cut later": ("--model_max_length", "61", []),
-    "the vocabulary": ("--vocab_size", "262", ["tokenizer", *SPLITS]),
-    "the direction": ("--src en --tgt", "de", ["tokenizer", *SPLITS]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", [*CHANGES, "validation", "train", "files of a tokenizer"])
-def test_a_second_start_takes_what_the_first_has_made_of_the_same(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it gets what a first start gets."""
-    made: list[str] = []
-
-    def noted(name: str, real: Any) -> Any:
-        def noting(task: TranslationTask, argument: Any) -> Any:
-            made.append(argument if isinstance(argument, str) else "tokenizer")
-            return real(task, argument)
-
-        monkeypatch.setattr(TranslationTask, name, noting)
-
-    noted("encoded", TranslationTask.encoded)
-    noted("train_tokenizer", TranslationTask.train_tokenizer)
-
-    def start(workdir: str, more: str = "", **splits: Any) -> TranslationTask:
-        made.clear()
-        (tmp_path / workdir).mkdir(exist_ok=True)
-        line = f"train single {TINY} --workdir {tmp_path / workdir} --model_max_length 60 {more}"
-        args = parse(line)
-        texts = texts_of(dict.fromkeys(SPLITS, PAIRS) | splits, args.src, args.tgt)
-        return TranslationTask(args, World(), texts, files)
-
-    files = None
-    first = start("a")
-    assert made == ["tokenizer", *SPLITS]
-    expected_rows = rows(encode_in_memory(PAIRS, first.tokenizer, "de", "en", 60))
-    assert [rows(first.examples[split]) for split in SPLITS] == [expected_rows] * 3
-    option, value, expected = CHANGES.get(what, ("", "", []))
-    other = {what: PAIRS[1:]} if what in SPLITS else {}
-    if what in SPLITS:
-        expected = ["tokenizer", *SPLITS]
-    if what == "files of a tokenizer":  # of a checkpoint
-        get_tokenizer(PAIRS[1:], 280, "de", "en", tmp_path)
-        files = tokenizer_files(tmp_path)
-        expected = [*SPLITS]
-    again = start("a", f"{option} {value}", **other)
-    assert made == expected
-    anew = start("b", f"{option} {value}", **other)
-    for split in SPLITS:
-        assert rows(again.examples[split]) == rows(anew.examples[split])
-        changed = rows(again.examples[split]) != rows(first.examples[split])
-        assert changed == (bool(expected) and (what != "validation" or split == what))
+def test_files_of_tokens_have_what_is_encoded_in_memory(tmp_path: Path) -> None:
+    args = parse(f"train single {TINY} --model_max_length 20 --workdir {tmp_path}")
+    task = TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, PAIRS)))
+    expected = rows(encode_in_memory(PAIRS, task.tokenizer, "de", "en", 20))
+    assert [rows(task.examples[split]) for split in SPLITS] == [expected] * 3
 
 
 def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path: Path) -> None:
