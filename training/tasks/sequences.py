@@ -246,10 +246,9 @@ class SequenceTask(TrainingTask, ABC):
         args, config = self.args, self.config
         parameters = sum(p.numel() for p in self.skeleton().parameters())
         blocks = counted(config.n_layer, "block")
-        digits = 1 if parameters > 1e5 else 3
         return (
             f"{args.model}: {blocks} of width {config.n_embd}, "
-            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.{digits}f} M parameters\n"
+            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
             f"{args.dataset}: {self.about_data()}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
             + "".join(f"\n{note}" for note in self.notes)

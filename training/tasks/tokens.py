@@ -286,9 +286,8 @@ class Stream(Tokens):
 
 
 def _mapped(file: Any, dtype: Any) -> Any:
-    """What is in an open file. The system maps no empty one."""
-    size = os.fstat(file.fileno()).st_size
-    return np.asarray(np.memmap(file, dtype, "r")) if size else np.empty(0, dtype)
+    """What is in an open file."""
+    return np.asarray(np.memmap(file, dtype, "r"))
 
 
 def collate_batch(
