@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
-from project.train import parse_train, read_texts
+from project.train import parse_train
 from training.launch.world import World
+from training.tasks.texts import load_texts
 from training.tasks.tokens import encode, write_tokens
 from training.tasks.translation import TranslationTask
 
@@ -59,7 +60,7 @@ def start(path: Path, workdir: Path) -> tuple[TranslationTask, float]:
         None, f"single --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
         "--n_validation 1000 --n_test 100 --batch_size 64".split(),
     )  # fmt: skip
-    task = TranslationTask(args, World(), read_texts(args, World()))
+    task = TranslationTask(args, World(), load_texts(args, World()))
     return task, time.perf_counter() - began
 
 

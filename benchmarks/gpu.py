@@ -27,13 +27,14 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.programs import program
-from project.train import parse_train, read_texts
+from project.train import parse_train
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import setup_of
 from training.layouts.replicated import Replicated
 from training.optimization import Counts, Optimizers, Recipe
 from training.tasks.language import LanguageTask
+from training.tasks.texts import load_texts
 
 CORPUS = Path(__file__).resolve().parents[1] / "training" / "tasks" / "corpus"
 GIB, MIB = 2**30, 2**20
@@ -54,7 +55,7 @@ class Text:
         ]  # fmt: skip
         self.args = parse_train(None, options)
         self.world = World(device=torch.device("cuda", 0))
-        self.task = LanguageTask(self.args, self.world, read_texts(self.args, self.world), None)
+        self.task = LanguageTask(self.args, self.world, load_texts(self.args, self.world), None)
 
     def plain_model(self) -> Any:
         """transformers' own, in training mode."""

@@ -1,26 +1,26 @@
 """What the options of a run must fulfil, and the values of those that were not given.
 
 A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
-works instead. `require` reads rows lazily: later ones may rely on earlier ones. A function
-`settled_*` returns the options with values for some that are UNSET; nothing is changed in place.
-Each program puts its own together in its `parse_*`:
+works instead. `require` reads rows lazily: later ones may rely on earlier ones. There is a rule for
+a mistake whose consequence would be silent, a traceback, or minutes late; what is refused in a
+sentence before the training has none, nor what has no effect and no harm. Each program puts its own
+together in its `settled_*`, which changes nothing in place:
 
-    parse -> as_it_was (--resume) -> settled -> require(rules) -> folders
+    what was typed -> as_it_was (--resume) -> what follows from the layout -> settled -> require
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from runtime.cores import core_slice
-from training.launch.errors import UserError, counted, torchrun, torchrun_world_size, works
+from pipeline.schedules.catalogue import chunks_of
+from training.launch.errors import UserError, counted, torchrun, works
 from training.launch.world import choose_device
-from training.optimization import check_warmup
+from training.layouts.measure import split_by
 from training.options import VGG, O, Options, spelt
 from training.tasks.gpt2 import PRESETS, gpt2_size
 
@@ -30,7 +30,6 @@ SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of 
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
-LEAST_VOCABULARY = 256 + 3  # bytes and special tokens
 OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 LEAVE = "leave it out"
 
@@ -50,111 +49,79 @@ def require(args: Options, rows: Iterable[Rule]) -> None:
             raise UserError(f"{words}: {rule}; {instead}")
 
 
-def typed(args: Options, rows: Iterable[Rule]) -> Iterator[Rule]:
-    """A rule for each option of a row that was typed, and not as its default: it has no effect."""
-    defaults = {field.name: field.default for field in fields(args)}
-    for names, fits, rule, instead in rows:
-        for name in args.typed & {*names.split()}:
-            yield name, fits or getattr(args, name) == defaults[name], rule, instead
-
-
-def of_use(args: Options) -> Iterator[Rule]:
-    """What has no effect in this run must not be typed."""
-    which = f"--model {VGG}" if "model" in args.typed else f"the default model, {VGG},"
-    started = torchrun_world_size()
-    return typed(args, [
-        ("world_size", started in (None, args.world_size),
-         f"torchrun started {started} ranks and decides it", LEAVE),
-        ("schedule chunks balance", args.strategy != "3d" or args.pp > 1,
-         "only a run with stages has it", "--pp 2 works"),
-        ("sequence_parallel", args.tp > 1,
-         "only a run whose matrices are cut has it", "--tp 2 works"),
-        ("bucket_mb comm_dtype", args.gradient_sync == "overlap",
-         "only --gradient_sync overlap has it", LEAVE),
-        ("momentum", args.optimizer == "sgd", "only --optimizer sgd has it", LEAVE),
-        ("vgg_width", args.model == VGG, f"only --model {VGG} has it", LEAVE),
-        (OF_SENTENCES, args.model != VGG, f"{which} learns images", "--model gpt2-mini has it"),
-    ])  # fmt: skip
-
-
-def settled_ranks(args: O, usual: int = 2) -> O:
-    """With the number of processes: as typed, as torchrun started, or as usual."""
-    given = args.world_size if "world_size" in args.typed else torchrun_world_size()
-    return replace(args, world_size=given or args.world_size or usual)
+def without_effect(args: Options, names: str, rule: str, instead: str) -> list[Rule]:
+    """A rule for each of these options that was typed: this run has no use for it."""
+    return [(name, False, rule, instead) for name in names.split() if name in args.typed]
 
 
 def settled(args: O) -> O:
-    """With the model, the learning rate, the sizes of splits, and how many steps are recorded."""
+    """With the model, the learning rate, the sizes of splits, how many steps are recorded and
+    checkpoints kept, and the stages per rank."""
     kind = choose_device(args.device).type
-    new: dict[str, Any] = {"model": args.model}
-    if args.model == "auto":
-        new["model"] = "gpt2" if kind == "cuda" else "gpt2-mini"
-    if args.timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
-        new["timeline"] = STEPS_RECORDED if kind == "cpu" else 0
-    if args.learning_rate is None:
-        narrow = args.n_embd is not None and args.n_embd <= 512 and new["model"] in PRESETS
-        rate = RATES.get(new["model"]) or (1e-3 if narrow else 1e-4)
-        new["learning_rate"] = rate * (SGD_FACTOR if args.optimizer == "sgd" else 1)
+    model, rate = args.model, args.learning_rate
+    if model == "auto":
+        model = "gpt2" if kind == "cuda" else "gpt2-mini"
+    if rate is None:
+        narrow = args.n_embd is not None and args.n_embd <= 512 and model in PRESETS
+        rate = RATES.get(model) or (1e-3 if narrow else 1e-4)
+        rate *= SGD_FACTOR if args.optimizer == "sgd" else 1
+    sizes: dict[str, Any] = {}
     for name, size in SPLIT_SIZES.items():
         limit = getattr(args, name) or (size if args.dataset == "builtin" else "all")
-        new[name] = None if limit == "all" else limit
-    return replace(args, **new)
+        sizes[name] = None if limit == "all" else limit
+    timeline = args.timeline
+    if timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
+        timeline = STEPS_RECORDED if kind == "cpu" else 0
+    return replace(
+        args, model=model, learning_rate=rate, **sizes, timeline=timeline,
+        keep=args.keep or int(args.check_weights),  # it compares what is saved
+        chunks=args.chunks or chunks_of(args.schedule),
+    )  # fmt: skip
 
 
-def rules(
-    args: Options, parts: int, dealt: str = "world_size", one_at_a_time: bool = True
-) -> Iterator[Rule]:
-    """The rules of every program. The batch is dealt out in `parts`, whose number the option
-    `dealt` sets. `one_at_a_time`: the backward of each micro-batch comes before the forward of the
-    next."""
-    cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
-    kind = choose_device(args.device).type
-    alone = one_at_a_time or args.num_microbatches == 1
-    yield from of_use(args)
-    for name in ("batch_size", "n_train", "n_validation"):
-        n = getattr(args, name)
-        enough = parts == 1 or n is None or n >= parts
-        yield f"{name} {dealt}", enough, "each rank needs an example", works(f"--{dealt}", n or 1)
+def rules(args: Options) -> Iterator[Rule]:
+    """The rules of every program."""
+    stages = chunks_of(args.schedule)  # of a rank
+    compilers = (os.environ.get("CXX", "g++"), os.environ.get("CC", "gcc"))
     yield from [
-        ("cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
-         f"{counted(cores, 'core')} may be used here", works("--cores_per_rank", cores)),
-        ("num_microbatches batch_size" + f" {dealt}" * (parts > 1),
-         args.num_microbatches is None or args.num_microbatches <= share,
-         "a micro-batch needs an example", works("--num_microbatches", share)),
-        ("precision device", args.precision != "tf32" or kind == "cuda",
-         "it is how CUDA devices multiply", "--precision fp32 works"),
-        # A resume has the former of its checkpoint.
-        ("save_every keep", args.save_every is None or args.keep > 0 or args.resume,
-         "no checkpoint would stay", "--keep 1 works"),
-        ("recompute", args.recompute != "except_last" or not alone,
-         "every micro-batch is the last one held: nothing would be recomputed",
-         "--recompute always works"),
+        ("batch_size", args.batch_size >= args.dp,
+         f"each of {args.dp} data-parallel ranks needs an example",
+         f"--batch_size {args.dp} or more works"),
+        ("schedule chunks", args.schedule == "interleaved" or args.chunks == stages,
+         "ranks have a number of stages of their own", "leave --chunks out"),
+        # In an image for running programs there may be none.
+        ("compile", not args.compile or any(map(shutil.which, compilers)),
+         "torch.compile needs a C++ compiler here", LEAVE),
     ]  # fmt: skip
-    if args.compile:
-        yield of_compile(kind == "cuda")
-    if args.num_batches is not None:
-        check_warmup(args, 0)
-
-
-def of_compile(on_gpu: bool) -> Rule:
-    """What torch.compile needs on this machine. On a GPU triton has a C compiler build what
-    launches its kernels, which a container for running programs may lack."""
-    needs, there = "a C++ compiler", shutil.which(os.environ.get("CXX", "g++"))
-    if on_gpu:
-        needs = "the package triton, and a C compiler,"
-        there = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-        there = there if importlib.util.find_spec("triton") else None
-    return "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
+    if args.optimizer != "sgd":
+        yield from without_effect(args, "momentum", "only --optimizer sgd has it", LEAVE)
+    if args.model == VGG:
+        rule = f"{VGG}, the default model, learns pictures"
+        yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
 
 
 def of_model(args: Options) -> Iterator[Rule]:
     """A GPT-2 that can be built from scratch."""
-    yield from [
-        ("vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,
-         f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
-         "--vocab_size 2048 works"),
-        ("model", args.model in PRESETS,
-         f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
-         "project/train.py ddp also takes pretrained weights"),
-    ]  # fmt: skip
+    yield (
+        "model", args.model in PRESETS,
+        f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
+        "project/train.py ddp also takes pretrained weights",
+    )  # fmt: skip
     gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+
+
+def of_stages(
+    args: Options, option: str, n: int, blocks: int | None, layers: int = 0
+) -> Iterator[Rule]:
+    """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
+    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
+    units, unit, parts = (blocks, "block", "") if blocks else (layers, "layer", "")
+    if blocks and args.balance == "auto" and args.pipeline == "whole":
+        units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"
+    yield (
+        f"{option} chunks balance", n * args.chunks <= units,
+        f"the model has {counted(units, unit)}{parts} and every stage needs one",
+        works(f"--{option}", max(1, units // args.chunks)),
+    )  # fmt: skip
+    if args.balance != "auto":
+        split_by(args.balance, units, n * args.chunks, f"{unit}s")

@@ -36,18 +36,20 @@ class DataParallelOptions(Options):
     """The options of run_data_parallel.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Processes, DataParallel)
+    strategy: str = "ddp"
 
 
 if __name__ == "__main__":
     typed = begin(DataParallelOptions, __doc__)
 
 # The imports below take seconds: --help and mistyped options are answered by now.
-from itertools import islice
+from itertools import chain, islice
 
 from data_parallel.gradients import average_gradients
 from project import rules
 from project.utils import run_program, save_grad_weights, train_and_finish, translation
 from training.files import OPTIONS, show, write_json
+from training.launch.errors import torchrun_world_size
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
@@ -71,10 +73,10 @@ def parse_data_parallel(
 
 def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
     """The same for options that are parsed."""
-    args = rules.settled_ranks(as_it_was(given, "ddp"))
-    args = rules.settled(replace(args, strategy="ddp", **sizes(dp=args.world_size)))
-    rules.require(args, rules.rules(args, args.world_size))
-    rules.require(args, rules.of_model(args))
+    args = as_it_was(given, "ddp")
+    ranks = torchrun_world_size() or args.world_size or 2
+    args = rules.settled(replace(args, world_size=ranks, **sizes(dp=ranks)))
+    rules.require(args, chain(rules.rules(args), rules.of_model(args)))
     return args
 
 

@@ -15,18 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.command_line import begin, parse_options
 from runtime.axes import sizes
 from training.options import (
+    UNSET,
     Architecture,
     Count,
     Data,
     Files,
     Options,
+    ScheduleName,
     Stages,
     Threads,
     Training,
@@ -39,6 +40,7 @@ class PipelineOptions(Options):
 
     GROUPS = (Training, Data, Architecture, Files, Threads, Stages)
     num_microbatches: Count | None = 4
+    schedule: ScheduleName = UNSET
 
 
 if __name__ == "__main__":
@@ -48,9 +50,9 @@ if __name__ == "__main__":
 
 import torch
 
-from project import rules, stage_rules
+from project import rules
 from project.utils import run_program, train_and_finish, translation
-from training.launch.errors import torchrun_world_size
+from training.launch.errors import counted, torchrun_world_size
 from training.launch.world import World, choose_device
 from training.layouts.layout import Setup
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -60,14 +62,8 @@ from training.tasks.gpt2 import PRESETS
 from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir
 
-# What --model_parallel_mode may be: the options that a mode decides, and why.
-THREAD_MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("there is one device, unless you choose a mode",
-             {"num_devices": 1, "balance": "uniform", "schedule": "sequential", "chunks": 1}),
-    "model_parallel": ("in mode model_parallel one stage computes at a time",
-                       {"schedule": "sequential", "chunks": 1}),
-    "pipeline_parallel": ("--pipeline blocks is the course's form", {}),
-}  # fmt: skip
+MODES = ("none", "model_parallel", "pipeline_parallel")
+FLOWING = "--model_parallel_mode pipeline_parallel"
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
@@ -78,59 +74,49 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
 def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The same for options that are parsed."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
-    modes = [given.model_parallel_mode] if "model_parallel_mode" in given.typed else THREAD_MODES
-    args = as_it_was(given, *modes)
-    args = replace(args, strategy=args.model_parallel_mode, world_size=1, **sizes())
-    rules.require(args, only_for_modes(args))
-    args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
+    typed = "model_parallel_mode" in given.typed
+    args = as_it_was(given, *([given.model_parallel_mode] if typed else MODES))
+    mode, gpus = args.model_parallel_mode, torch.cuda.device_count()
+    most = gpus if choose_device(args.device).type == "cuda" else 2
+    args = replace(
+        args, strategy=mode, world_size=1, **sizes(),
+        num_devices=args.num_devices or (1 if mode == "none" else most),
+        schedule=args.schedule or schedule_of(args),
+    )  # fmt: skip
+    if args.pipeline == "blocks" and mode != "pipeline_parallel":
+        args = replace(args, num_microbatches=1)
+    args = rules.settled(args)
     rules.require(args, of_pipeline(args))
     return args
 
 
-def decided(args: PipelineOptions) -> dict[str, Any]:
-    """The options whose value the mode and the course's form decide."""
-    _, values = THREAD_MODES[args.model_parallel_mode]
-    if args.pipeline == "blocks":
-        return {**values, "num_microbatches": 1} if values else {"schedule": "gpipe", "chunks": 1}
-    return values
-
-
-def only_for_modes(args: PipelineOptions) -> Iterator[rules.Rule]:
-    """What a mode decides may be typed, but no other value."""
-    started = torchrun_world_size() or 1
-    yield (
-        "model_parallel_mode", started == 1,
-        f"torchrun started {started} ranks, and run_pipeline.py is one process",
-        "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
-    )  # fmt: skip
-    why, others = THREAD_MODES[args.model_parallel_mode]
-    whole = "" if others else " --pipeline whole"
-    instead = f"leave it out, or use --model_parallel_mode pipeline_parallel{whole}"
-    for name, value in decided(args).items():
-        fits = name not in args.typed or getattr(args, name) == value
-        yield name, fits, f"{why}, and it is {value}", instead
-
-
-def settled_stages(args: PipelineOptions) -> PipelineOptions:
-    """With the number of stages, and what the mode decides."""
-    on_gpu = choose_device(args.device).type == "cuda"
-    n = args.num_devices or (torch.cuda.device_count() if on_gpu else 2)
-    return replace(args, **{"num_devices": n, **decided(args)})
+def schedule_of(args: PipelineOptions) -> str:
+    """The schedule of stages that compute one at a time, of the course's form, or the usual one, in
+    whose place another may be typed."""
+    if args.model_parallel_mode != "pipeline_parallel":
+        return "sequential"
+    return "gpipe" if args.pipeline == "blocks" else "1f1b"
 
 
 def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     """The rules of a run whose options are settled."""
-    n, gpus = args.num_devices, torch.cuda.device_count()
-    on_cpu = choose_device(args.device).type == "cpu"
-    yield (
-        "num_devices device", on_cpu or n <= max(1, gpus), stage_rules.visible(gpus),
-        f"--num_devices {max(1, gpus)}, or --device cpu, works",
-    )  # fmt: skip
-    one_at_a_time = args.schedule == "sequential" or n == 1
-    yield from rules.rules(args, 1, one_at_a_time=one_at_a_time)
+    n, gpus, started = args.num_devices, torch.cuda.device_count(), torchrun_world_size() or 1
+    on_cpu, usual = choose_device(args.device).type == "cpu", schedule_of(args)
+    yield from [
+        ("model_parallel_mode", started == 1,
+         f"torchrun started {started} ranks, and run_pipeline.py is one process",
+         "start it without torchrun, or take project/train.py pipeline, whose stages are ranks"),
+        ("model_parallel_mode num_devices", args.model_parallel_mode != "none" or n == 1,
+         "without a mode there is one device", f"{FLOWING} works"),
+        ("model_parallel_mode pipeline schedule", usual in (args.schedule, "1f1b"),
+         f"there it is {usual}", f"{FLOWING} --pipeline whole works"),
+        ("num_devices device", on_cpu or n <= max(1, gpus), f"there is {counted(gpus, 'GPU')}",
+         f"--num_devices {max(1, gpus)}, or --device cpu, works"),
+    ]  # fmt: skip
+    yield from rules.rules(args)
     yield from rules.of_model(args)
     blocks = args.n_layer or PRESETS[args.model]["n_layer"]
-    yield from stage_rules.of_stages(args, "num_devices", n, blocks)
+    yield from rules.of_stages(args, "num_devices", n, blocks)
 
 
 def choose_devices(args: Options) -> list[torch.device]:

@@ -67,12 +67,12 @@ if __name__ == "__main__":
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
-from project import rules, stage_rules, train_rules
+from project import rules, train_rules
 from project.utils import finish, run_program
 from runtime.mesh import make_mesh
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError
+from training.launch.errors import RunError, torchrun_world_size
 from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
@@ -88,7 +88,7 @@ from training.tasks.pictures import load_pictures
 from training.tasks.pretrained import Pretrained
 from training.tasks.sequences import SequenceTask
 from training.tasks.task import TrainingTask
-from training.tasks.texts import Texts, load_texts
+from training.tasks.texts import load_texts
 from training.tasks.tokens import TOKENIZER_FILES
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask
@@ -102,8 +102,8 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
 
 def settled_train(given: TrainOptions) -> TrainOptions:
     """The same for options that are parsed."""
-    args = as_it_was(settled_axes(given), given.strategy)
-    args = rules.settled(stage_rules.settled_chunks(args))
+    args = as_it_was(settled_axes(given), given.strategy)  # the workdir is named by the axes
+    args = rules.settled(args)
     rules.require(args, train_rules.of_strategy(args))
     return args
 
@@ -114,23 +114,13 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     own = STRATEGIES[args.strategy].axis
     product = math.prod(lengths[axis] for axis in FACTORS)
-    args = rules.settled_ranks(args, 2 if own else product)
+    ranks = torchrun_world_size() or args.world_size or (2 if own else product)
     if own is not None:
-        lengths[own] = args.world_size
-    else:
-        others = product // lengths["dp"]
-        lengths["dp"] = args.dp or args.world_size // others or 1
-    name = str(args.world_size) if own else named(lengths)
-    return replace(args, **lengths, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
-
-
-def read_texts(args: TrainOptions, world: World) -> Texts:
-    """Pairs or documents. All ranks call it together. Raises UserError if they cannot be read or
-    are too few."""
-    texts = load_texts(args, world)
-    if texts.plain:
-        rules.require(args, train_rules.of_plain_text(args))
-    return texts
+        lengths[own] = ranks
+    elif args.dp is None:
+        lengths["dp"] = max(1, ranks // product)
+    workdir = args.workdir or Path(f"workdir/{args.strategy}{ranks if own else named(lengths)}")
+    return replace(args, **lengths, world_size=ranks, workdir=workdir)
 
 
 def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
@@ -144,13 +134,11 @@ def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
 
 def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     """Reads pictures or text, as the model needs, and makes the task of them. Raises UserError if
-    there are none, or fewer than ranks."""
+    there are none, or fewer pairs than ranks."""
     if args.model == VGG:
         pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
-        fewest = min(len(pictures.train), len(pictures.test))
-        rules.require(args, [train_rules.of_pictures(args, fewest)])
         return PictureTask(args, world, pictures)
-    texts = read_texts(args, world)
+    texts = load_texts(args, world)
     kinds: tuple[type[SequenceTask], ...] = (TranslationTask, LanguageTask)
     if args.experts:
         kinds = TranslationWithExperts, LanguageWithExperts

@@ -115,8 +115,9 @@ class Training:
     """micro-batches per step; default: 4 in a pipeline; otherwise 1 on a GPU, and on a CPU the
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """for which micro-batches to compute activations again in backward, to save memory; sqrt: for
-    all, keeping the inputs of about sqrt(L) of L layers"""
+    """for which micro-batches to compute activations again in backward, to save memory;
+    except_last: for none where one is held at a time; sqrt: for all, keeping the inputs of about
+    sqrt(L) of L layers, but of every layer that is cut into shards"""
 
 
 @dataclass
@@ -267,8 +268,8 @@ class Axes:
     vgg_width: Count = 64
     """channels of the first layers of vgg16; later layers have up to 8 times as many"""
     check_weights: bool = False
-    """train again on one process and compare every weight by name; exit with status 1 if they
-    differ"""
+    """train again on one process and compare every weight of the last checkpoint by name; exit with
+    status 1 if they differ"""
     check_output: bool = False
     """the same for the outputs on a batch of test data"""
 

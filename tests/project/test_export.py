@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import continuations, parse_generate
-from project.train import read_texts
 from tests.project.conftest import Learn
 from tests.project.programs import (
     ROOT,
@@ -36,6 +35,7 @@ from tests.ranks import Ranks, under_torchrun
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.tasks.text_files import END
+from training.tasks.texts import load_texts
 from training.trained import export, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -62,7 +62,7 @@ def pairs(exported: Callable[[str], Path]) -> Path:
 
 def sequences_of(what: str, line: str, tokenizer: Any) -> list[tuple[list[int], int]]:
     """The ids of the validation split, and how many of the first ones are not predicted."""
-    texts = read_texts(parse(f"train single {line}"), World())
+    texts = load_texts(parse(f"train single {line}"), World())
     if what == "pairs":
         examples = texts.pairs("validation")
         assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]

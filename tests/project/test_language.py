@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from project.generate import continuations, parse_generate
-from project.train import read_texts
 from tests.project.conftest import Learn, Learned
 from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.language import LanguageTask
 from training.tasks.text_files import END, Source
-from training.tasks.texts import Texts
+from training.tasks.texts import Texts, load_texts
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -30,7 +29,7 @@ def one(learned: Learn) -> Learned:
 
 def made(line: str) -> LanguageTask:
     args = parse(f"train single {line}")
-    return LanguageTask(args, World(), read_texts(args, World()))
+    return LanguageTask(args, World(), load_texts(args, World()))
 
 
 def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:

@@ -248,7 +248,10 @@ def test_what_is_not_given_is_chosen(line: str) -> None:
 
 
 Started = tuple[int, int] | None
-GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; "
+GPUS = (
+    "fsdp --world_size {} --device auto: {} of this machine, and each needs one; {} ranks on a "
+    "machine, or --device cpu, work"
+)
 # The GPUs of this machine; the ranks that torchrun has started, in all and here; the line; and the
 # ranks that it means, or what is said.
 MACHINES: list[tuple[int, Started, str, int | str]] = [
@@ -258,8 +261,7 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
     (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
      "3d --world_size 3: dp x cp x pp x tp is 2; start 2 ranks: --world_size 2 works"),
-    (0, (4, 4), f"{TRAIN} --world_size 2",
-     "--world_size 2: torchrun started 4 ranks and decides it; leave it out"),
+    (0, (4, 4), TRAIN + "--world_size 2", 4),  # torchrun decides
     (0, (4, 4), PP, "--model_parallel_mode none: torchrun started 4 ranks, and run_pipeline.py is "
      "one process; start it without torchrun, or take project/train.py pipeline, whose stages are "
      "ranks"),
@@ -267,15 +269,13 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (2, 2), "train single",
      "single --world_size 2: single is one process; ddp takes several"),
     # Ranks that hand each other tensors need a GPU each, or none; whole models may share one.
-    (1, None, "train fsdp", GPUS.format("fsdp", 2, "1 GPU is")
-     + "--world_size 1, or --device cpu, works"),
+    (1, None, "train fsdp", GPUS.format(2, "1 GPU for 2 ranks", 1)),
     (1, None, "train ddp --device cuda", 2),
     (2, None, DP, 2),
-    (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU is visible; "
+    (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: there is 1 GPU; "
      "--num_devices 1, or --device cpu, works"),
     (3, (8, 2), "train fsdp", 8),  # on each of four machines
-    (3, (8, 4), "train fsdp",
-     GPUS.format("fsdp", 8, "3 GPUs are") + "--nproc-per-node 3, or --device cpu, works"),
+    (3, (8, 4), "train fsdp", GPUS.format(8, "3 GPUs for 4 ranks", 3)),
 ]  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_under_torchrun_the_first_rank_of_each_host_checks() -> None:
     ):  # fmt: skip
         refused = pytest.raises(UserError) if checks else nullcontext()
         with under_torchrun(rank, 4, local_rank), refused:
-            parse(f"{DP} --vocab_size 258 {line}")
+            parse(f"{DP} --n_head 3 {line}")
 
 
 @pytest.mark.parametrize(("gpus", "started", "line", "expected"), MACHINES)

@@ -17,6 +17,7 @@ from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs
 from runtime.even import even_sizes
 from runtime.meta import materialize, names_of
+from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.task import TrainingTask
 
@@ -58,22 +59,22 @@ def cut_in_words(task: TrainingTask, cut: Sequence[int]) -> str:
 
 def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list[int]:
     """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform, and `blocks` are the
-    layers of each. Raises ValueError."""
+    layers of each. Raises UserError."""
     edges = accumulate(split_by(balance, len(blocks), num_stages, "blocks"), initial=0)
     return [sum(blocks[a:b]) for a, b in pairwise(edges)]
 
 
 def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
-    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
+    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises UserError."""
     uniform = ",".join(map(str, even_sizes(total, num_stages)))
     try:
         sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
     except ValueError:
         sizes = []
     if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
-        raise ValueError(
-            f"balance {balance}: it must be auto, or {num_stages} positive numbers that add up to "
-            f"the {total} {unit} (uniform is {uniform})"
+        raise UserError(
+            f"--balance {balance}: it must be auto, or {num_stages} positive numbers that add up "
+            f"to the {total} {unit} (uniform is {uniform})"
         )
     return sizes
 

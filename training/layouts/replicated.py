@@ -64,9 +64,9 @@ class Replicated(LaidOutModel):
             for layer in layers:
                 layer.compile()
         self.net: nn.Module = nn.Sequential(*layers)
-        if args.recompute != "never":
-            number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
-            self.net = Recomputed(layers, number[args.recompute])
+        segments = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
+        if args.recompute in segments:  # one micro-batch is held: it is the last
+            self.net = Recomputed(layers, segments[args.recompute])
         parameters = list(self.module.parameters())
         self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.

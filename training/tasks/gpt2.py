@@ -203,8 +203,8 @@ class Embedding(Layer):
             positions = x.cache.positions(hidden)  # [B, T]
         elif isinstance(positions, int):
             positions = torch.arange(positions, positions + hidden.size(1), device=hidden.device)
-        else:  # [T]; what pads may be beyond the model's last position, and nothing sees it
-            positions = positions.clamp(max=self.wpe.num_embeddings - 1)
+        # What pads may be beyond the model's last position, and nothing sees it.
+        positions = positions.clamp(max=self.wpe.num_embeddings - 1)
         return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x))
 
 

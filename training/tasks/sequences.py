@@ -294,7 +294,8 @@ class SequenceTask(TrainingTask, ABC):
         if self.pretrained:
             return self.pretrained.config(num_tokens), self.pretrained.initialize
         config = gpt2_config(
-            args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
+            args.model, max(num_tokens, args.vocab_size or round_vocab(num_tokens)),
+            args.model_max_length,
             dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
         return config, initializer(config, args.seed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from training.launch.errors import UserError
 from training.layouts.measure import cut_in_words, sizes_as_asked, split_by
 
 
@@ -17,7 +18,7 @@ def test_sizes_of_stages() -> None:
     assert sizes_as_asked("1,3,1", blocks, 3) == [3, 6, 3]
     assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
     for wrong in ("3,3", "5", "5,0", "2,x", ""):
-        with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
+        with pytest.raises(UserError, match="2 positive numbers that add up to the 5 blocks"):
             split_by(wrong, 5, 2, "blocks")
 
 
