@@ -17,10 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.schedules.catalogue import chunks_of
-from training.launch.errors import UserError, counted, torchrun, works
+from training.launch.errors import UserError, torchrun
 from training.launch.world import choose_device
-from training.layouts.measure import split_by
 from training.options import VGG, O, Options, spelt
 from training.tasks.gpt2 import PRESETS, gpt2_size
 
@@ -55,8 +53,8 @@ def without_effect(args: Options, names: str, rule: str, instead: str) -> list[R
 
 
 def settled(args: O) -> O:
-    """With the model, the learning rate, the sizes of splits, how many steps are recorded and
-    checkpoints kept, and the stages per rank."""
+    """With the model, the learning rate, the sizes of splits, and how many steps are recorded and
+    checkpoints kept."""
     kind = choose_device(args.device).type
     model, rate = args.model, args.learning_rate
     if model == "auto":
@@ -75,20 +73,16 @@ def settled(args: O) -> O:
     return replace(
         args, model=model, learning_rate=rate, **sizes, timeline=timeline,
         keep=args.keep or int(args.check_weights),  # it compares what is saved
-        chunks=args.chunks or chunks_of(args.schedule),
     )  # fmt: skip
 
 
 def rules(args: Options) -> Iterator[Rule]:
     """The rules of every program."""
-    stages = chunks_of(args.schedule)  # of a rank
     compilers = (os.environ.get("CXX", "g++"), os.environ.get("CC", "gcc"))
     yield from [
         ("batch_size", args.batch_size >= args.dp,
          f"each of {args.dp} data-parallel ranks needs an example",
          f"--batch_size {args.dp} or more works"),
-        ("schedule chunks", args.schedule == "interleaved" or args.chunks == stages,
-         "ranks have a number of stages of their own", "leave --chunks out"),
         # In an image for running programs there may be none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
@@ -108,20 +102,3 @@ def of_model(args: Options) -> Iterator[Rule]:
         "project/train.py ddp also takes pretrained weights",
     )  # fmt: skip
     gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
-
-
-def of_stages(
-    args: Options, option: str, n: int, blocks: int | None, layers: int = 0
-) -> Iterator[Rule]:
-    """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
-    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
-    units, unit, parts = (blocks, "block", "") if blocks else (layers, "layer", "")
-    if blocks and args.balance == "auto" and args.pipeline == "whole":
-        units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"
-    yield (
-        f"{option} chunks balance", n * args.chunks <= units,
-        f"the model has {counted(units, unit)}{parts} and every stage needs one",
-        works(f"--{option}", max(1, units // args.chunks)),
-    )  # fmt: skip
-    if args.balance != "auto":
-        split_by(args.balance, units, n * args.chunks, f"{unit}s")

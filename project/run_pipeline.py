@@ -50,7 +50,8 @@ if __name__ == "__main__":
 
 import torch
 
-from project import rules
+from pipeline.schedules.catalogue import chunks_of
+from project import rules, stage_rules
 from project.utils import run_program, train_and_finish, translation
 from training.launch.errors import counted, torchrun_world_size
 from training.launch.world import World, choose_device
@@ -62,7 +63,7 @@ from training.tasks.gpt2 import PRESETS
 from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir
 
-MODES = ("none", "model_parallel", "pipeline_parallel")
+THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")
 FLOWING = "--model_parallel_mode pipeline_parallel"
 
 
@@ -75,13 +76,14 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The same for options that are parsed."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
     typed = "model_parallel_mode" in given.typed
-    args = as_it_was(given, *([given.model_parallel_mode] if typed else MODES))
+    args = as_it_was(given, *([given.model_parallel_mode] if typed else THREAD_MODES))
     mode, gpus = args.model_parallel_mode, torch.cuda.device_count()
     most = gpus if choose_device(args.device).type == "cuda" else 2
+    schedule = args.schedule or schedule_of(args)
     args = replace(
         args, strategy=mode, world_size=1, **sizes(),
         num_devices=args.num_devices or (1 if mode == "none" else most),
-        schedule=args.schedule or schedule_of(args),
+        schedule=schedule, chunks=args.chunks or chunks_of(schedule),
     )  # fmt: skip
     if args.pipeline == "blocks" and mode != "pipeline_parallel":
         args = replace(args, num_microbatches=1)
@@ -116,7 +118,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     yield from rules.rules(args)
     yield from rules.of_model(args)
     blocks = args.n_layer or PRESETS[args.model]["n_layer"]
-    yield from rules.of_stages(args, "num_devices", n, blocks)
+    yield from stage_rules.of_stages(args, "num_devices", n, blocks)
 
 
 def choose_devices(args: Options) -> list[torch.device]:

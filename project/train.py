@@ -67,6 +67,7 @@ if __name__ == "__main__":
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
+from pipeline.schedules.catalogue import chunks_of
 from project import rules, train_rules
 from project.utils import finish, run_program
 from runtime.mesh import make_mesh
@@ -109,8 +110,9 @@ def settled_train(given: TrainOptions) -> TrainOptions:
 
 
 def settled_axes(args: TrainOptions) -> TrainOptions:
-    """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
-    3d dp follows the number of ranks, which torchrun may change when it restarts them."""
+    """With the length of every axis, the number of ranks, the workdir that is named by them, and
+    the stages per rank. Of 3d dp follows the number of ranks, which torchrun may change when it
+    restarts them."""
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     own = STRATEGIES[args.strategy].axis
     product = math.prod(lengths[axis] for axis in FACTORS)
@@ -120,7 +122,8 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     elif args.dp is None:
         lengths["dp"] = max(1, ranks // product)
     workdir = args.workdir or Path(f"workdir/{args.strategy}{ranks if own else named(lengths)}")
-    return replace(args, **lengths, world_size=ranks, workdir=workdir)
+    chunks = args.chunks or chunks_of(args.schedule)
+    return replace(args, **lengths, world_size=ranks, workdir=workdir, chunks=chunks)
 
 
 def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:

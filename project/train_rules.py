@@ -17,7 +17,7 @@ from training.results import check_trackers
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pretrained import check_pretrained, first_sentence
 
-from . import rules
+from . import rules, stage_rules
 from .command_line import is_it
 from .rules import Rule
 from .strategies import STRATEGIES
@@ -56,9 +56,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     yield from rules.rules(args)
     if not vgg:
         yield from of_gpt2(args)
-    if args.pp > 1 or row.axis == "pp":
-        blocks = None if vgg else size_of_model(args, "n_layer")
-        yield from rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
+    blocks = None if vgg else size_of_model(args, "n_layer")
+    yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
     if args.tp > 1:
         yield of_tensor(args)
     if args.cp > 1 and args.attention == "heads":

@@ -1,0 +1,34 @@
+"""The rules of stages of layers, which run_pipeline.py and train.py share; see project/rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.schedules.catalogue import chunks_of
+from training.launch.errors import counted, works
+from training.layouts.measure import split_by
+from training.options import Options
+
+from .rules import Rule
+
+
+def of_stages(
+    args: Options, option: str, n: int, blocks: int | None, layers: int = 0
+) -> Iterator[Rule]:
+    """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
+    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
+    units, unit, parts = (blocks, "block", "") if blocks else (layers, "layer", "")
+    if blocks and args.balance == "auto" and args.pipeline == "whole":
+        units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"
+    stages = chunks_of(args.schedule)  # of a rank
+    yield (
+        "schedule chunks", args.schedule == "interleaved" or args.chunks == stages,
+        "ranks have a number of stages of their own", "leave --chunks out",
+    )  # fmt: skip
+    yield (
+        f"{option} chunks balance", n * args.chunks <= units,
+        f"the model has {counted(units, unit)}{parts} and every stage needs one",
+        works(f"--{option}", max(1, units // args.chunks)),
+    )  # fmt: skip
+    if args.balance != "auto":
+        split_by(args.balance, units, n * args.chunks, f"{unit}s")
