@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from project.figures.runs import Run
+from tests.project.programs import names_in
 from tests.ranks import Ranks
 from training.launch.world import World
 from training.timeline import Event, Timeline, clock_offset, profiled
@@ -34,19 +34,23 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
 
 
 def test_rank_0_writes_what_all_ranks_have_recorded(tmp_path: Path) -> None:
-    """If there was a step; the events of each by their start."""
-    contents = [{"rank": 0}, {"rank": 1}]
-    for steps, names in ((0, []), (1, ["timeline_rank0.json", "timeline_rank1.json"])):
-        timeline = Timeline(mock.Mock(is_main=True, rank=0, gather=lambda _: contents))
-        for _ in range(steps):
-            timeline.begin_step()
+    """If there was a step; the events of each by their start, on the clock of rank 0."""
+    events = [Event("F", 0, 0, 100.0, 103.0, 0), Event("all_reduce", 1, -1, 100.75, 101.75, 0)]
+    contents: list[dict[str, Any]] = []
+    for rank, offset in ((1, -5000.0), (0, 0.0)):
+        world = mock.Mock(rank=rank, world_size=2, is_main=True, gather=lambda _: contents[::-1])
+        timeline = Timeline(world, offset=offset)
         timeline.save(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == names
-    found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
-    assert found == contents
-    timeline("F", 0, 0, 2.0, 3.0)
-    timeline("all_reduce", 1, -1, 1.0, 5.0)
-    assert [event.kind for event in timeline.events()] == ["all_reduce", "F"]
+        timeline.begin_step()
+        for kind, stage, microbatch, start, end, _ in reversed(events):
+            timeline(kind, stage, microbatch, start - offset, end - offset)
+        contents.append(timeline.content())
+    assert names_in(tmp_path) == []
+    timeline.save(tmp_path)
+    assert names_in(tmp_path) == ["timeline_rank0.json", "timeline_rank1.json"]
+    (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
+    (tmp_path / "options.json").write_text('{"world_size": 2}')
+    assert Run(tmp_path).timeline == {"rank 0": events, "rank 1": events}
 
 
 def test_each_rank_profiles_its_steps_into_a_file_of_its_own(tmp_path: Path) -> None:
@@ -61,31 +65,6 @@ def test_each_rank_profiles_its_steps_into_a_file_of_its_own(tmp_path: Path) -> 
     done.export_chrome_trace.assert_called_once_with(str(tmp_path / "profile_rank3.json"))
     actions = [settings["schedule"](step).name for step in range(5)]
     assert actions == ["WARMUP", "RECORD", "RECORD_AND_SAVE", "NONE", "NONE"]
-
-
-def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
-    """What rank `rank` of two did, on a clock that is off."""
-    timeline = Timeline(World(rank, 2), about={"strategy": "ddp"}, offset=offset)
-    timeline("F", 0, 0, 100.0 - offset, 100.25 - offset)
-    timeline("B", 0, 0, 100.25 - offset, 101.0 - offset)
-    timeline("all_reduce", 0, -1, 100.5 - offset, 101.5 - offset)
-    timeline("all_reduce", 1, -1, 100.75 - offset, 101.75 - offset)
-    (workdir / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()))
-
-
-def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
-    record(0, tmp_path)
-    record(1, tmp_path, -5000.0)
-    (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
-    (tmp_path / "options.json").write_text('{"world_size": 2}')
-    workers = Run(tmp_path).timeline
-    events = [
-        Event("F", 0, 0, 100.0, 100.25, 0),
-        Event("B", 0, 0, 100.25, 101.0, 0),
-        Event("all_reduce", 0, -1, 100.5, 101.5, 0),
-        Event("all_reduce", 1, -1, 100.75, 101.75, 0),
-    ]
-    assert workers == {"rank 0": events, "rank 1": events}
 
 
 def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float]:
