@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from training.checkpoint import METADATA, Checkpoint, newest, open_checkpoint, weights_of
-from training.files import CHECKPOINTS, OPTIONS, writing
+from training.files import CHECKPOINTS, writing
 
 from .launch.errors import UserError
 from .tasks.pretrained import check_pretrained, first_sentence
@@ -38,16 +38,9 @@ def load_trained(
         UserError: there is no such thing, or it is damaged.
     """
     folder = Path(name)
-    if (folder / METADATA).is_file():
-        model, tokenizer = _of_checkpoint(open_checkpoint(folder))
-    elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
-        checkpoint, _ = newest(folder / CHECKPOINTS)
-        if checkpoint is None:
-            when = "there is one after every epoch, or --save_every steps"
-            raise UserError(f"{name}: this run has no checkpoint yet; {when}")
-        model, tokenizer = _of_checkpoint(checkpoint)
-    else:
-        model, tokenizer = _of_transformers(name)
+    one = (folder / METADATA).is_file()
+    checkpoint = open_checkpoint(folder) if one else newest(folder / CHECKPOINTS)[0]
+    model, tokenizer = _of_checkpoint(checkpoint) if checkpoint else _of_transformers(name)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update({"use_cache": True, **special})
     model.generation_config.update(max_length=tokenizer.model_max_length, **special)
@@ -82,8 +75,9 @@ def _of_transformers(name: str) -> tuple[Any, PreTrainedTokenizerFast]:
         check_pretrained(name)
     except Exception as error:  # its readers raise many kinds
         raise UserError(
-            f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 of transformers "
-            f"({first_sentence(error)}); the --workdir of a run works"
+            f"{name}: neither the workdir of a run with a checkpoint, nor a checkpoint, nor a "
+            f"GPT-2 of transformers ({first_sentence(error)}); the --workdir of a run works, from "
+            "its first epoch on"
         ) from error
     model, tokenizer = GPT2LMHeadModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.n_positions)

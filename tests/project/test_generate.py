@@ -132,7 +132,7 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
         file.write("]")
     refused(r"^every checkpoint is damaged \(work/.*state", load_trained, "work")
     shutil.rmtree("work/checkpoints")
-    refused("^work: this run has no checkpoint yet; there is one aft", load_trained, "work")
+    refused("^work: neither the workdir of a run with a checkpoint, nor ", load_trained, "work")
 
 
 def test_a_language_may_have_any_name(trained: Trained, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_generate(
 ) -> None:
     run(f"train single {VGG} --num_batches 1")
     Path("empty").mkdir()
-    nothing = "neither the workdir of a run, nor a checkpoint"
+    nothing = "neither the workdir of a run with a checkpoint, nor "
     for name, said in (
         ("work", "it is of a model of pictures, and not of text"),
         ("./nowhere", rf"^\./nowhere: {nothing}.*Repo id must"),
