@@ -57,7 +57,7 @@ def start(path: Path, workdir: Path) -> tuple[TranslationTask, float]:
     """The task of one process, and the seconds until it has its examples."""
     began = time.perf_counter()
     args = parse_train(
-        None, f"single --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
+        f"single --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
         "--n_validation 1000 --n_test 100 --batch_size 64".split(),
     )  # fmt: skip
     task = TranslationTask(args, World(), load_texts(args, World()))

@@ -121,7 +121,7 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
     """Times both, on both kinds of text, and prints their table."""
     with tempfile.TemporaryDirectory() as folder:
         args = parse_data_parallel(
-            None, f"--world_size 1 --device cpu --model gpt2-mini --dropout 0 --workdir {folder} "
+            f"--world_size 1 --device cpu --model gpt2-mini --dropout 0 --workdir {folder} "
             f"--dataset {DATASET} --n_train 5000 --n_validation 1000 --n_test 100 "
             f"--vocab_size 4096 --model_max_length {LENGTH} --batch_size 64".split(),
         )  # fmt: skip

@@ -53,7 +53,7 @@ class Text:
             "single", "--dataset", str(text), "--batch_size", str(batch), "--model_max_length",
             str(length), "--padding", "max_length", "--workdir", str(folder), *more,
         ]  # fmt: skip
-        self.args = parse_train(None, options)
+        self.args = parse_train(options)
         self.world = World(device=torch.device("cuda", 0))
         self.task = LanguageTask(self.args, self.world, load_texts(self.args, self.world), None)
 

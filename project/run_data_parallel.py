@@ -64,15 +64,13 @@ from training.workdir import alone_in_workdir
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
 
-def parse_data_parallel(
-    description: str | None, argv: Sequence[str] | None = None
-) -> DataParallelOptions:
-    """The options, each with its value. Raises UserError if they do not fit together."""
-    return settled_data_parallel(parse_options(DataParallelOptions, description, argv))
+def parse_data_parallel(argv: Sequence[str]) -> DataParallelOptions:
+    """The options of a command line, each with its value."""
+    return settled_data_parallel(parse_options(DataParallelOptions, None, argv))
 
 
 def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
-    """The same for options that are parsed."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     args = as_it_was(given, "ddp")
     ranks = torchrun_world_size() or args.world_size or 2
     args = rules.settled(replace(args, world_size=ranks, **sizes(dp=ranks)))

@@ -67,13 +67,13 @@ THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")
 FLOWING = "--model_parallel_mode pipeline_parallel"
 
 
-def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
-    """The options, each with its value. Raises UserError if they do not fit together."""
-    return settled_pipeline(parse_options(PipelineOptions, description, argv))
+def parse_pipeline(argv: Sequence[str]) -> PipelineOptions:
+    """The options of a command line, each with its value."""
+    return settled_pipeline(parse_options(PipelineOptions, None, argv))
 
 
 def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
-    """The same for options that are parsed."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     # As a strategy is: another mode has another layout, and one that is not typed is kept.
     typed = "model_parallel_mode" in given.typed
     args = as_it_was(given, *([given.model_parallel_mode] if typed else THREAD_MODES))

@@ -96,13 +96,13 @@ from training.tasks.vgg import PictureTask
 from training.workdir import alone_in_workdir
 
 
-def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
-    """The options, each with its value. Raises UserError if they do not fit together."""
-    return settled_train(parse_options(TrainOptions, description, argv))
+def parse_train(argv: Sequence[str]) -> TrainOptions:
+    """The options of a command line, each with its value."""
+    return settled_train(parse_options(TrainOptions, None, argv))
 
 
 def settled_train(given: TrainOptions) -> TrainOptions:
-    """The same for options that are parsed."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     args = as_it_was(settled_axes(given), given.strategy)  # the workdir is named by the axes
     args = rules.settled(args)
     rules.require(args, train_rules.of_strategy(args))

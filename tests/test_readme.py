@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from tests.project.programs import ROOT
 pytestmark = pytest.mark.usefixtures("elsewhere")  # programs make their workdir there
 
 PARSERS: dict[str, Callable[[list[str]], object]] = {
-    "project/run_data_parallel.py": partial(parse_data_parallel, None),
-    "project/run_pipeline.py": partial(parse_pipeline, None),
-    "project/train.py": partial(parse_train, None),
+    "project/run_data_parallel.py": parse_data_parallel,
+    "project/run_pipeline.py": parse_pipeline,
+    "project/train.py": parse_train,
     "project/plot.py": plot.parse_plot,
     "project/generate.py": generate.parse_generate,
     "project/report.py": report.parse_report,
@@ -114,7 +113,7 @@ def test_make_train_is_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     recipe = re.search(r"^RECIPE := (.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert recipe is not None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert parse_data_parallel(None, recipe[1].split()).model == "gpt2-mini"
+    assert parse_data_parallel(recipe[1].split()).model == "gpt2-mini"
 
 
 def test_make_clean_leaves_what_people_have_made(tmp_path: Path) -> None:

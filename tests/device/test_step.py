@@ -242,7 +242,7 @@ def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     backends: Any = torch.backends
     line = f"single --model gpt2-mini --device cuda --workdir {tmp_path} --precision"
     for precision, wanted in (("tf32", "tf32"), ("fp32", "ieee")):
-        setup = setup_of(parse_train(None, f"{line} {precision}".split()), CUDA)
+        setup = setup_of(parse_train(f"{line} {precision}".split()), CUDA)
         assert setup.dtype == torch.float32
         assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == wanted
 
@@ -258,7 +258,7 @@ def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
             "--n_train 64 --n_validation 8 --n_test 2 --batch_size 8 --num_microbatches 2 --keep 0 "
             f"--device cuda --timeline 0 --num_batches {steps_of_run} --workdir {tmp_path}"
         )
-        args = parse_train(None, line.split())
+        args = parse_train(line.split())
         with watch() as seen, patch("project.figures.epochs.plot_training"):
             train_rank(CUDA, args)
         counts.append(waits(seen))

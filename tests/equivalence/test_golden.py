@@ -33,7 +33,7 @@ TOLERANCE = 2e-6
 
 def test_the_losses_are_those_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("project.utils.finish", lambda _: None)
-    args = parse_data_parallel(None, [*OPTIONS, f"--workdir={tmp_path}"])
+    args = parse_data_parallel([*OPTIONS, f"--workdir={tmp_path}"])
     run_data_parallel.run_dp(World(), args)
     found = json.loads((tmp_path / SUMMARY).read_text("utf-8"))["loss"]
     assert found == pytest.approx(LOSSES, rel=TOLERANCE)

@@ -183,6 +183,6 @@ def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch)
             kinds[str((*kind, layout.cp > 1, layout.attention, layout.ep > 1))] = words[2:]
     assert {words[0] for words in kinds.values()} == {"single", "ddp", "fsdp", "3d"}
     for words in kinds.values():
-        found: Any = parse_train(None, words)
+        found: Any = parse_train(words)
         assert (found.batch_size, found.n_layer) == (64, 16)
         assert found.dp * found.cp * found.pp * found.tp == found.world_size

@@ -99,7 +99,7 @@ class _Stop(BaseException):
 def parse(line: str) -> Any:
     """The settled options of a command line, which begins with a program's name."""
     program, *options = shlex.split(line)
-    return PROGRAMS[program][1](None, options)
+    return PROGRAMS[program][1](options)
 
 
 def on_rank(

@@ -130,7 +130,7 @@ def test_notice_ends_all(
 
 def test_notice_hides_no_error(tmp_path: Path) -> None:
     """Nor does a run that has saved nothing say that it has."""
-    args = parse_train(None, ["single", "--model", "gpt2-mini", "--workdir", str(tmp_path)])
+    args = parse_train(["single", "--model", "gpt2-mini", "--workdir", str(tmp_path)])
     saving = object.__new__(Saving)
     saving.world, saving.args, saving.saver, saving.saved = World(), args, Saver(tmp_path), 0
     with heeded(), pytest.raises(RuntimeError, match="a bug"), saving.before_the_end():
