@@ -132,7 +132,7 @@ def speed() -> list[Row]:
     model = ["--model", "gpt2", "--vocab_size", "50304", "--precision", "bf16", "--dropout", "0.1"]
     with tempfile.TemporaryDirectory() as folder:
         text = Text(Path(folder), batch, 1024, *model)
-        setup(0, 1, "nccl" if dist.is_nccl_available() else "gloo", port=0)
+        setup(0, 1, "nccl" if dist.is_nccl_available() else "gloo")
         try:
             wrap: Any = nn.parallel.DistributedDataParallel
             contestants: dict[str, Any] = {

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
-GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
+GRACE = 5.0  # seconds for the rank with the original error to report
 
 
 class UserError(Exception):
@@ -100,7 +100,7 @@ def refuse(message: str, status: int = 2) -> NoReturn:
 
 
 def leave(message: str, status: int) -> NoReturn:
-    """Ends a rank at once: destructors of process groups may wait for ranks that never come."""
+    """Ends this process at once: process groups that are taken down may wait for ranks for ever."""
     with suppress(OSError, RuntimeError):  # its reader has ended; as above
         sys.stdout.flush()
     say(message)

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .errors import RunError, UserError
 
-DEFAULT_PORT = 11868
+PORT = 11868  # of ranks that nobody gives a store
 LOOPBACK = "127.0.0.1"
 
 
@@ -33,22 +33,20 @@ def setup(
     world_size: int,
     backend: str,
     *,
-    port: int = DEFAULT_PORT,
     timeout: float = 300.0,
     store: Any = None,
     host: str = LOOPBACK,
 ) -> None:
     """Joins the default process group, over the interface that reaches `host`.
 
-    The ranks meet in `store`; without it in one that rank 0 hosts on this machine, on `port`.
+    The ranks meet in `store`; without it in one that rank 0 hosts on this machine, on PORT.
 
     Raises:
         OSError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not join within `timeout` seconds.
     """
     if store is None:
-        hosts = rank == 0
-        store = host_store(listen(port), timeout) if hosts else connect(port, timeout)
+        store = connect(PORT, timeout) if rank else host_store(listen(PORT), timeout)
     stay_on_interface_to(host)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
