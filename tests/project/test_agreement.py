@@ -62,7 +62,7 @@ def test_replicas_that_drift_apart_end_the_run(ranks: Ranks, line: str, paramete
 
 def test_ranks_that_differ_end_the_run(ranks: Ranks) -> None:
     against = "(rank 1 against rank 0)"
-    said = f"not the same on all ranks: --n_train {against}, the train data {against}; every host "
+    said = f"not the same on all ranks: --n_train {against}, the train data {against}, "
     for error in ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--n_train 19"):
         assert error is not None and error.startswith(said)
     assert not Path("host0/options.json").exists()  # before it begins
