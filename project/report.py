@@ -78,9 +78,8 @@ def inline(draw: Callable[[Path], Path]) -> Markup:
     parts, which are in other pictures, too."""
     with TemporaryDirectory() as folder:
         svg = draw(Path(folder) / "picture.svg").read_text("utf-8")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
-    return Markup(re.sub(r"\s+", " ", svg))
+    needless = r'<metadata>.*?</metadata>| id="[A-Za-z0-9.]+_\d+"'
+    return Markup(re.sub(needless, "", svg[svg.index("<svg") :], flags=re.DOTALL))
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Compared:
 
 def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
     """A recorded step, by default the one of median duration, beside its prediction: from `work`,
-    or from the medians of all recorded steps that have as many micro-batches.
+    or from the medians of all recorded steps.
 
     Raises:
         UserError: the step was not recorded, or there is none in which all workers had work.
@@ -195,6 +195,5 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     stages = 1 + max(e.stage for row in actions_of(workers).values() for e in row) if n > 1 else 1
     simulator = Simulator(find(run.summary["schedule"] if n > 1 else "1f1b", stages // n)(n, m))
     rank_of = [place_of(r, run.shape)["pp"] for r in range(len(workers))]
-    alike = [rows for rows in steps.values() if micro_batches(rows) == m]
-    measured = measured_work(simulator.ranks, rank_of, alike or [shown])
+    measured = measured_work(simulator.ranks, rank_of, steps.values())
     return Compared(step, rank_of, shown, measured, simulator.run(work or measured))
