@@ -168,9 +168,8 @@ WRITERS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
         lambda rows: json.dumps([{"translation": row} for row in pairs(rows)], indent=1).encode(),
     ),
     "json, a row per line": ("a.json", to_jsonl),
-    "csv": ("a.csv", table('7,"{x}","{y}"\n', 'id,"de",en\n')),
+    "csv": ("a.csv", table('7,"{x}","{y}"\n', '"id, no.","de",en\n')),
     "csv, a blank after the comma": ("a.csv", table('"{x}", "{y}"\n', "de, en\n")),
-    "csv, a comma in a name": ("a.csv", table('7,"{x}","{y}"\n', '"id, no.",de,en\n')),
     "csv, semicolons": ("a.csv", table("{x};{y}\r\n", "de;en\r\n")),
     "tsv": ("a.tsv", table("{y}\t{x}\n", "en\tde\n")),
     "parquet": ("a.parquet", to_parquet),
@@ -513,14 +512,12 @@ ALONE = [
      "'\\ud83d x', and not text in quotes, of whole letters"),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3, column 13: "),
     ("a.jsonl", '5\n["x"]\n', NO_TEXT + "no columns; "),
-    ("a.jsonl", '{"de": "x"}\n{"en": "y"}\n', NO_TEXT + "de, en; "),
     ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1, column 2: Expecting "
      "property name enclosed in double quotes; a row per line works)"),
     ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "ff in position 0: invalid start byte in line "
      "1; text in UTF-8 works)"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
      "sides, and a run of 1 rank needs 1 or more; more text, or a larger --n_validation, works"),
-    ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
      "line 3: ',' expected after '\"'"),
     ("a.csv", 'de,en\na,b\nc,"d\nB,y\n', UNREADABLE + "ValueError: the row that begins in line 3: "

@@ -234,13 +234,6 @@ def test_the_content_is_on_disk_before_the_name(
     assert rows(Tokens(tmp_path / "name" / "a", np.uint16, 9)) == [([5, 6, 7], 2, 0)]
 
 
-def test_files_of_tokens_have_what_is_encoded_in_memory(tmp_path: Path) -> None:
-    args = parse(f"train single {TINY} --model_max_length 20 --workdir {tmp_path}")
-    task = TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, PAIRS)))
-    expected = rows(encode_in_memory(PAIRS, task.tokenizer, "de", "en", 20))
-    assert [rows(task.examples[split]) for split in SPLITS] == [expected] * 3
-
-
 def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path: Path) -> None:
     """In training, in prompts, and in plain text: those are added by us alone."""
     tokenizer.save_pretrained(tmp_path)
@@ -260,15 +253,17 @@ def test_a_text_that_looks_like_a_special_token_is_text(tokenizer: Any, tmp_path
             assert ids_of(["Ja.", source], each, "de")[1] == ids[: pair.num_source]
 
 
-def test_pairs_that_are_cut_and_sizes_that_are_not_reached_are_said(tmp_path: Path) -> None:
+def test_files_have_what_is_encoded_in_memory_and_what_is_cut_is_said(tmp_path: Path) -> None:
     args = parse(f"train single {TINY} --model_max_length 20 --workdir {tmp_path}")
-    texts = texts_of({"train": [*PAIRS, *PAIRS], "validation": PAIRS[:1], "test": PAIRS})
-    task = TranslationTask(args, World(), texts)
-    lengths = [
-        sum(len(task.tokenizer(text)["input_ids"]) + 1 for text in p.values()) for p in PAIRS
-    ]
-    long = sum(length > 21 for length in lengths)
-    assert 0 < long < 3 and lengths[0] <= 21
+    splits = {"train": [*PAIRS, *PAIRS], "validation": PAIRS[:1], "test": PAIRS}
+    task = TranslationTask(args, World(), texts_of(splits))
+    long = 0
+    for split, pairs in splits.items():
+        expected = encode_in_memory(pairs, task.tokenizer, "de", "en", 20)
+        assert rows(task.examples[split]) == rows(expected)
+        whole = encode_in_memory(pairs, task.tokenizer, "de", "en", 99)
+        long = sum(len(pair.ids) > 21 for pair in whole)
+    assert 0 < long < 3
     assert task.notes == [
         f"train: {2 * long} of 6 pairs cut to --model_max_length 20 tokens.",
         f"test: {long} of 3 pairs cut to --model_max_length 20 tokens.",
