@@ -164,7 +164,7 @@ def values_of(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
+        return {"choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is Annotated:
         rule = hint.__metadata__[0]  # the words that may be typed, or what reads one
         return {"choices": rule} if isinstance(rule, tuple) else {"type": rule, "metavar": "N"}

@@ -23,25 +23,17 @@ VGG = "vgg16"  # of --model: the one that learns pictures
 
 
 def number_type(
-    kind: type[int] | type[float], fits: Callable[[Any], bool], rule: str
+    read: Callable[[str], Any], fits: Callable[[Any], bool], rule: str
 ) -> Callable[[str], Any]:
-    """Returns what makes a word a number of a kind; argparse reports the error."""
+    """Returns what makes a word a number that fits; argparse reports the error."""
 
-    def read(word: str) -> Any:
+    def checked(word: str) -> Any:
         with suppress(ValueError):
-            if fits(value := kind(word)):
+            if fits(value := read(word)):
                 return value
         raise ArgumentTypeError(f"{word}: it must be {rule}")
 
-    return read
-
-
-def size(word: str) -> int | str:
-    """A count, or all."""
-    try:
-        return word if word == "all" else int(count(word))
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}, or all") from None
+    return checked
 
 
 def flag(word: str) -> bool:
@@ -66,6 +58,11 @@ WEEKS = 3 * 7 * 24 * 3600  # seconds; the system counts milliseconds in 31 bits
 count = number_type(int, lambda n: 1 <= n <= MAX_COUNT, f"a whole number from 1 to {MAX_COUNT}")
 whole = number_type(int, lambda n: 0 <= n <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")
 
+size = number_type(
+    lambda word: word if word == "all" else int(word),
+    lambda n: n == "all" or 1 <= n <= MAX_COUNT, f"a whole number from 1 to {MAX_COUNT}, or all",
+)  # fmt: skip
+
 Count = Annotated[int, count]
 Size = Annotated[int | None, size]  # None: all
 Whole = Annotated[int, whole]
@@ -75,7 +72,6 @@ Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "at least 0
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
-ZeroStage = Annotated[int, number_type(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 ScheduleName = Annotated[  # run_pipeline.py has one more, for a device at a time
     str, ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
 ]
@@ -258,7 +254,7 @@ class Axes:
     """data-parallel ranks that share the experts, each having a part; default: 1"""
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is least if all experts are used alike; 0: none"""
-    zero: ZeroStage | None = None
+    zero: Literal[1, 2, 3] | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the
     parameters, too; 3d has 1 and 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
