@@ -39,7 +39,7 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,7 +56,7 @@ from runtime.recorder import Recorder, acting
 from runtime.waits import control_device
 
 from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
-from .shards import FlatSlice, ShardedUnit, first_value, make_units
+from .shards import FlatSlice, ShardedUnit, Traits, Unit, first_value, plan_units
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
@@ -90,10 +90,7 @@ class FullyShardedDataParallel:
             rest after backward), optimizer, and barrier (around an update).
         recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
             them anyway: all but the last and embeddings.
-        kind: of a name; parameters of different kinds go into different units.
-        group_of: of a name; the ranks that share such a parameter, if they are not all of `group`.
-            Each group's ranks have a parameter of their own.
-        exact: of a name; whether layers compute with the parameter in its own type.
+        traits: of a name; parameters with different ones go into different units.
 
     Raises:
         ValueError: there is nothing to train, something is on the meta device without `init`, or a
@@ -113,9 +110,7 @@ class FullyShardedDataParallel:
         group: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
         recompute: bool = False,
-        kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
-        group_of: Callable[[str], dist.ProcessGroup | None] = lambda name: None,  # noqa: ARG005
-        exact: Callable[[str], bool] = lambda name: False,  # noqa: ARG005
+        traits: Callable[[str], Traits] = lambda _: Traits(),
     ) -> None:
         if zero not in (2, 3):
             raise ValueError(f"zero must be 2 or 3, and is {zero}; ZeRO 1 is zero1.py")
@@ -125,27 +120,21 @@ class FullyShardedDataParallel:
         self.group = group or dist.group.WORLD
         layers = list(layers)
         model = nn.Sequential(*layers)
-        own_names = names_of(model)
-        names = own_names if names is None else names
+        names = names_of(model) if names is None else names
         refuse_gradient_hooks(model.named_parameters(), NO_HOOKS)
-        if init is None and any(t.is_meta for t in own_names):
-            raise ValueError("on the meta device a model needs init, which fills it by name")
-        planned, parameters, places = make_units(
-            layers, names, lambda name: dist.get_world_size(group_of(name) or self.group),
-            lambda name: None if exact(name) else compute_dtype,
-            lambda name: (kind(name), group_of(name), exact(name)),
-        )  # fmt: skip
-        if not any(unit.trainable for unit in planned):
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the layers have no parameter that requires a gradient")
-        groups = [group_of(unit.entries[0].name) or self.group for unit in planned]
-        self._communicators = {ranks: Communicator(ranks) for ranks in (self.group, *groups)}
-        self.communicator, pool = self._communicators[self.group], private_pool(self.device)
-        self.units = [
-            ShardedUnit(unit, self._communicators[ranks], pool, self.device, zero)
-            for unit, ranks in zip(planned, groups, strict=True)
-        ]
-        for u, whole in zip(self.units, parameters, strict=True):
-            u.fill(whole, init)
+        self.communicator, pool = Communicator(self.group), private_pool(self.device)
+        self._communicators = {self.group: self.communicator}
+        self.units: list[ShardedUnit] = []
+        plans, places = plan_units(layers, names, traits)
+        for index, (of_layers, common, named) in enumerate(plans):
+            of = common.group or self.group
+            ranks = self._communicators.setdefault(of, Communicator(of))
+            dtype = None if common.exact else compute_dtype
+            unit = Unit(index, of_layers, named, ranks.size, dtype)
+            self.units.append(ShardedUnit(unit, ranks, pool, self.device, zero))
+            self.units[-1].fill(named, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
             for key, buffer in module._buffers.items():
                 if buffer is not None:

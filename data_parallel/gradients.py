@@ -50,7 +50,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from runtime.communicator import Communicator, Finish
 from runtime.recorder import Recorder, acting
@@ -212,7 +211,6 @@ class GradientBuckets:
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
-        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,9 +223,8 @@ class GradientBuckets:
 
     def watch(self) -> None:
         """From now on every backward says which gradients are ready."""
-        self._handles = [  # a hook runs in each backward, once its p.grad has been added to
-            p.register_post_accumulate_grad_hook(lambda p: self.ready([p])) for p in self._bucket_of
-        ]
+        for p in self._bucket_of:  # a hook runs in each backward, once its p.grad is added to
+            p.register_post_accumulate_grad_hook(lambda p: self.ready([p]))
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """A backward has added the gradients of these parameters to their p.grad: buckets that are
@@ -261,11 +258,6 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
-
-    def close(self) -> None:
-        """Ends `watch`; the gradients stay."""
-        for handle in self._handles:
-            handle.remove()
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.complete_locally()
@@ -332,24 +324,17 @@ class DistributedDataParallel(nn.Module):
         """Inside, backward accumulates gradients locally and sends nothing."""
         return self.buckets.no_sync()
 
-    def close(self) -> None:
-        """Removes the hooks from the parameters."""
-        self.buckets.close()
-
     def _check_that_all_have_the_same_module(self) -> None:
         """Otherwise broadcasts of different sizes would hang or mix up the weights."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         described = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         by_rank: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(by_rank, described, self.group)
-        first = by_rank[0]
-        for rank, other in enumerate(by_rank):  # the same comparison everywhere: all raise, or none
-            if other != first:
-                names = ", ".join(sorted({name for name, *_ in set(other) ^ set(first)})[:3])
-                raise ValueError(
-                    f"rank {rank} has another module than rank 0, see {names}; all ranks must "
-                    "construct the same one"
-                )
+        others = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
+        if others:  # the same on all ranks: all raise, or none
+            raise ValueError(
+                f"ranks {others} have another module than rank 0: all must construct the same one"
+            )
 
 
 def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:

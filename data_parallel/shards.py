@@ -121,19 +121,35 @@ class Place(NamedTuple):
     entry: int
 
 
-def make_units(
-    layers: Sequence[nn.Module],
-    names: Mapping[Tensor, str],
-    world_size: Callable[[str], int],
-    compute_dtype: Callable[[str], torch.dtype | None],
-    kind: Callable[[str], Hashable],
-) -> tuple[list[Unit], list[list[nn.Parameter]], list[list[Place]]]:
-    """The units of the layers, in the order of their first use; their parameters, by unit and
-    entry; and each layer's places.
+class Traits(NamedTuple):
+    """What the parameters of a unit have in common.
+
+    Attributes:
+        group: the ranks that share them, if they are not all; other ranks have others there.
+        exact: whether layers compute with them in their own type.
+        kind: anything else that keeps parameters apart.
+    """
+
+    group: dist.ProcessGroup | None = None
+    exact: bool = False
+    kind: Hashable = None
+
+
+class Plan(NamedTuple):
+    """The parameters of a unit by name, and the layers that use them."""
+
+    layers: tuple[int, ...]
+    traits: Traits
+    parameters: list[tuple[str, nn.Parameter]]
+
+
+def plan_units(
+    layers: Sequence[nn.Module], names: Mapping[Tensor, str], traits: Callable[[str], Traits]
+) -> tuple[list[Plan], list[list[Place]]]:
+    """The units of the layers, in the order of their first use; and each layer's places.
 
     Args:
-        kind: of a name; parameters of different kinds go into different units.
-        world_size, compute_dtype: of a name, the same for all of a kind.
+        traits: of a name.
     """
     uses = [  # a tied parameter comes once for each module that has it
         (p, layer, module, key)
@@ -145,21 +161,20 @@ def make_units(
     users: dict[nn.Parameter, dict[int, None]] = {}  # inner: an ordered set of layers
     for p, layer, _, _ in uses:
         users.setdefault(p, {})[layer] = None
-    groups: dict[object, list[nn.Parameter]] = {}  # one per unit
+    plans: dict[object, Plan] = {}
     for p, used_by in users.items():
-        alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))  # share a unit
-        groups.setdefault(alike, []).append(p)
-    parameters = list(groups.values())
-    units, indices = [], {}  # indices: by parameter, of its unit and entry
-    for index, group in enumerate(parameters):
-        named = [(names[p], p) for p in group]
-        first, layers_of = named[0][0], tuple(users[group[0]])
-        units.append(Unit(index, layers_of, named, world_size(first), compute_dtype(first)))
-        indices.update({p: (index, i) for i, p in enumerate(group)})
+        name, by = names[p], tuple(used_by)
+        alike = by, p.dtype, p.requires_grad, traits(name)  # share a unit
+        plans.setdefault(alike, Plan(by, traits(name), [])).parameters.append((name, p))
+    indices = {  # by parameter, of its unit and entry
+        p: (index, entry)
+        for index, plan in enumerate(plans.values())
+        for entry, (_, p) in enumerate(plan.parameters)
+    }
     places: list[list[Place]] = [[] for _ in layers]  # by layer
     for p, layer, module, key in uses:
         places[layer].append(Place(module, key, *indices[p]))
-    return units, parameters, places
+    return [*plans.values()], places
 
 
 class ShardedUnit:
@@ -196,19 +211,18 @@ class ShardedUnit:
         self._arrived: Wait | None = None  # of a gather that has started and is not finished
 
     @torch.no_grad()
-    def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
+    def fill(self, parameters: Sequence[tuple[str, nn.Parameter]], init: Initialize | None) -> None:
         """Fills the shard, of which one parameter at a time is whole: one on the meta device by
         `init`, another by rank 0's values. `empty` then replaces them."""
         slices = {s.name: s for s in self.slices(self.shard.data)}
-        for entry, parameter in zip(self.unit.entries, parameters, strict=True):
-            if parameter.is_meta and entry.name not in slices:
+        for name, parameter in parameters:
+            if parameter.is_meta and name not in slices:
                 continue  # none of it is here
-            group = self.communicator.group
-            whole = first_value(parameter, entry.name, group, self.device, init)
-            if entry.name in slices:
-                _, _, begin, values = slices[entry.name]
+            whole = first_value(parameter, name, self.communicator.group, self.device, init)
+            if name in slices:
+                _, _, begin, values = slices[name]
                 values.copy_(whole.flatten()[begin : begin + len(values)])
-        self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
+        self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for _, p in parameters]
 
     def slices(self, flat: Tensor) -> list[FlatSlice]:
         """What this rank holds of each parameter, or of what is as long as its shard."""

@@ -30,7 +30,7 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
 def filled(empty: Tensor, name: str, device: torch.device, initialize: Initialize | None) -> Tensor:
     """A tensor like `empty`, with memory and its value. Raises ValueError without `initialize`."""
     if initialize is None:
-        raise ValueError(f"{name} is on the meta device, without a value: give initialize")
+        raise ValueError(f"{name} is on the meta device: give the function that fills it by name")
     made = torch.empty_like(empty, device=device, requires_grad=False)
     initialize(name, made)
     return made

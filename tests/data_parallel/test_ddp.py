@@ -42,10 +42,8 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) 
     longer = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(1 + rank)])
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(rank == 0)
-    for net, other in (
-        (nn.Linear(2, 3 + rank), "bias, weight"), (longer, "1.weight"), (frozen, "bias")
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^rank 1 has another module .* see {other};"):
+    for net in nn.Linear(2, 3 + rank), longer, frozen:
+        with pytest.raises(ValueError, match=r"^ranks \[1\] have another module than rank 0"):
             DistributedDataParallel(net)
 
 

@@ -179,7 +179,7 @@ def test_mistakes(_: int, _world: int) -> None:
     of_a_hook = r"^the parameter 0\.weight has a hook on its grad"
     for call, said in (
         (lambda: fsdp.backward(None), r"^call forward\(\) with gradients enabled before"),
-        (lambda: make(nn.Linear(2, 2, device="meta")), "on the meta device a model needs init, w"),
+        (lambda: make(nn.Linear(2, 2, device="meta")), "is on the meta device: give the function"),
         (lambda: make(nn.Tanh()), "the layers have no parameter that requires a gradient"),
         (lambda: make(first, zero=1), r"^zero must be 2 or 3, and is 1"),
         (lambda: fsdp.forward(given(x)), f"the input {lost}"),

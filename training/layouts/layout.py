@@ -241,7 +241,7 @@ class LaidOutModel(ABC):
         set_timeouts(seconds)
 
     def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
-        """Ends threads, removes hooks."""
+        """Ends threads."""
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,6 @@ class Replicated(LaidOutModel):
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
             self.average_gradients = setup.timeline.span("all_reduce")(by_hand[args.gradient_sync])
 
-    def close(self) -> None:
-        """Removes the hooks of the parameters."""
-        if self._ddp:
-            self._ddp.close()
-
     def backward(self, step: Step) -> Tensor:
         """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
         number of targets *per rank*, not by its own number. The average is then the gradient of the

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.shards import Traits
 from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
@@ -37,9 +38,11 @@ class Sharded(MeshLayout):
             names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
             compute_dtype=compute_dtype, device=world.device, group=self.replica.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
-            kind=lambda name: name in cut_task.shards,  # cut parameters and whole ones apart
-            group_of=lambda name: mesh[self.data_axes(name)].group,
-            exact=lambda name: name.endswith("router.weight"),  # probabilities are float32
+            traits=lambda name: Traits(
+                mesh[self.data_axes(name)].group,
+                exact=name.endswith("router.weight"),  # probabilities are float32
+                kind=name in cut_task.shards,  # cut parameters and whole ones apart
+            ),
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         held: list[Held] = []

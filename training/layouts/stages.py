@@ -217,7 +217,5 @@ class Staged(MeshLayout):
         return held
 
     def close(self) -> None:
-        """Closes the buckets and the pipe."""
-        for buckets in self.buckets:
-            buckets.close()
+        """Closes the pipe."""
         self.pipe.close()
