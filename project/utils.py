@@ -6,7 +6,6 @@ translation is training/tasks/generation.py.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -85,8 +84,7 @@ def run_program(main: Callable[[], None]) -> None:
             main()
             sys.stdout.flush()
         except BrokenPipeError:  # its reader has ended, such as `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
-            raise SystemExit(1) from None
+            leave("", 1)  # before Python itself flushes
         except Ended as notice:
             if torchrun("LOCAL_RANK", 0):  # all ranks are here; the first of each host says it
                 leave("", notice.status)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,7 @@ def test_output_that_nobody_reads_any_more(
         os.close(reader)
         with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patch:
             patch.setattr("sys.stdout", pipe)
+            patch.setattr("os._exit", sys.exit)
             with pytest.raises(SystemExit) as end:
                 run_program(write)
             with Path(os.devnull).open("w") as devnull:

@@ -25,7 +25,7 @@ from torch import Tensor
 from .errors import RunError
 from .world import World
 
-NAMED = 3  # differences that an error names, and ranks of each
+NAMED = 3  # differences that an error names
 
 # Options that may differ between hosts. Datasets and models are compared by content.
 OF_A_HOST = {"workdir", "dataset", "model", "device", "cores_per_rank", "timeout"}
@@ -47,7 +47,7 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
     memory, and would wait for those on GPUs. All call it together.
 
     Raises:
-        RunError: on all ranks, with the names of what differs, and on which ranks.
+        RunError: on all ranks, with the names of what differs, and a rank where it does.
     """
     compared = {**things, "the type of device": world.device.type.encode()}
     if different := _different(world, compared.items()):
@@ -67,7 +67,7 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
         when: for the error, as "at the start".
 
     Raises:
-        RunError: on all ranks, with the names of what differs, and on which ranks.
+        RunError: on all ranks, with the names of what differs, and a rank where it does.
     """
     if world.world_size > 1:
         content = ((name, _bytes(p)) for name, p in parameters.items())  # one at a time
@@ -79,17 +79,14 @@ def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -
     """What differs among the ranks that have a thing of the same name, and where; or nothing."""
     hashes = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
     first: dict[str, tuple[int, bytes]] = {}  # by name, its first holder, and the hash there
-    others: dict[str, list[int]] = {}  # by name, the ranks where it differs from that
+    texts: dict[str, str] = {}  # by name, the first rank where it differs from that
     for rank, of_rank in enumerate(world.gather(hashes)):
         for name, digest in of_rank.items():
-            if first.setdefault(name, (rank, digest))[1] != digest:
-                others.setdefault(name, []).append(rank)
-    texts = []
-    for name, ranks in others.items():
-        where = ", ".join(map(str, ranks[:NAMED])) + (" ..." if len(ranks) > NAMED else "")
-        texts.append(f"{name} (rank {where} against rank {first[name][0]})")
+            holder, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                texts.setdefault(name, f"{name} (rank {rank} against rank {holder})")
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return ", ".join(texts[:NAMED]) + more
+    return ", ".join([*texts.values()][:NAMED]) + more
 
 
 def _bytes(p: Tensor) -> memoryview:
