@@ -17,7 +17,7 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -60,19 +60,20 @@ SECONDS = {  # of simulate, one number or one for each rank: defaults and meanin
 }
 
 
-def fields_of(kind: type) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The documented fields of a model or a layout as options, also by train.py's names."""
+def add_fields(group: argparse._ArgumentGroup, kind: type) -> None:
+    """Adds the documented fields of a model or a layout as options, also by train.py's names."""
     hints = get_type_hints(kind, include_extras=True)
     for name, meaning in helps_of(kind).items():
-        names = [TRAIN_NAMES.get(name, name), name]
-        words = choices(hints[name])
+        names = dict.fromkeys([TRAIN_NAMES.get(name, name), name])
         settings: dict[str, Any] = {"type": count, "metavar": "N"}
         if hints[name] is bool:  # --tied false
             settings = {"type": flag, "nargs": "?", "const": True}
-        if words:
+        if words := choices(hints[name]):
             settings = {"choices": words, "type": type(words[0])}
-        settings |= {"dest": name, "help": meaning}
-        yield [f"--{each}" for each in dict.fromkeys(names)], settings
+        group.add_argument(
+            *(f"--{each}" for each in names), dest=name, help=meaning,
+            required=name == "batch_size", **settings,
+        )  # fmt: skip
 
 
 def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,14 +85,11 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("search", run_search, "Find the layout to take. The options that you give stay fixed."),
     ):
         made = commands.add_parser(name, description=text, help=text)
-        option = made.add_argument_group("model").add_argument
-        option("--model", choices=tuple(MODELS),
-               help="a preset, whose sizes the next options change; or give them all")  # fmt: skip
-        for names, settings in fields_of(Model):
-            option(*names, **settings)
-        option = made.add_argument_group("layout").add_argument
-        for names, settings in fields_of(Layout):
-            option(*names, required="--batch_size" in names, **settings)
+        sizes = made.add_argument_group("model")
+        text = "a preset, whose sizes the next options change; or give them all"
+        sizes.add_argument("--model", choices=tuple(MODELS), help=text)
+        add_fields(sizes, Model)
+        add_fields(made.add_argument_group("layout"), Layout)
         option = made.add_argument_group("machine").add_argument
         option("--machine", default="a100-80gb", help=f"{', '.join(machines())}, a YAML file, "
                "or this, which measures this computer in under a minute (%(default)s)")  # fmt: skip
