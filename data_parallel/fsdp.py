@@ -290,7 +290,7 @@ class FullyShardedDataParallel:
     def get_local_info(self, layer: int) -> list[FlatSlice]:
         """What this rank holds of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
-        return [x for u in units for x in u.slices(u.shard.data)]
+        return [x for u in units for x in u.slices(u.shard)]
 
     def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
         """Their gradients, summed over all ranks and all backwards since the last step."""

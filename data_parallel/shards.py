@@ -45,12 +45,13 @@ class Entry(NamedTuple):
 
 class FlatSlice(NamedTuple):
     """What a rank holds of one parameter: elements offset ... offset + len(tensor) of the flattened
-    parameter. The tensor is a view, so writing to it changes the shard."""
+    parameter. The tensor is a view of the flat shard, so writing to it changes that."""
 
     name: str
     shape: torch.Size  # of the whole parameter
     offset: int
     tensor: Tensor
+    shard: Tensor
 
 
 class Unit:
@@ -107,8 +108,8 @@ class Unit:
         for e in self.entries:
             start, stop = max(whole.start, e.start), min(whole.stop, e.stop)  # in the unit
             if start < stop:
-                values = shard[start - whole.start : stop - whole.start]
-                slices.append(FlatSlice(e.name, e.shape, start - e.start, values))
+                values = shard.detach()[start - whole.start : stop - whole.start]
+                slices.append(FlatSlice(e.name, e.shape, start - e.start, values, shard))
         return slices
 
 
@@ -220,7 +221,7 @@ class ShardedUnit:
                 continue  # none of it is here
             whole = first_value(parameter, name, self.communicator.group, self.device, init)
             if name in slices:
-                _, _, begin, values = slices[name]
+                _, _, begin, values, _ = slices[name]
                 values.copy_(whole.flatten()[begin : begin + len(values)])
         self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for _, p in parameters]
 

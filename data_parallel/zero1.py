@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from runtime.communicator import Communicator
 
-from .shards import Unit
+from .shards import FlatSlice, Unit
 
 BYTES_AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
 
@@ -118,6 +118,7 @@ class ShardedOptimizer:
                 new = self.communicator.all_gather(segment.shard.detach()[stretch], 0)
                 by_rank[:, stretch] = new.view(self.communicator.size, -1)
 
-    def units(self) -> list[tuple[Unit, nn.Parameter]]:
-        """Each flat tensor's layout, and this rank's part of it."""
-        return [(segment.unit, segment.shard) for segment in self._segments]
+    def local_info(self) -> list[FlatSlice]:
+        """What this rank updates of each parameter."""
+        rank = self.communicator.rank
+        return [x for segment in self._segments for x in segment.unit.slices(rank, segment.shard)]

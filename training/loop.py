@@ -110,7 +110,7 @@ def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
     """Seeds torch's generators by the number of the step in the run. So dropout that draws (of
     transformers, in --pipeline blocks) has other masks on every part and shard, and the same ones
     in a resumed run."""
-    torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.tp_rank, number))
+    torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.mask_rank, number))
 
 
 def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tuple[float, float]:

@@ -114,7 +114,7 @@ def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
     every: list[Any] = [None] * dist.get_world_size(fsdp.group)
     dist.all_gather_object(every, mine, fsdp.group)
     found: dict[str, Tensor] = {}
-    for name, shape, start, part in chain(*every):
+    for name, shape, start, part, _ in chain(*every):
         flat = found.setdefault(name, part.new_full(shape, torch.nan)).view(-1)
         flat[start : start + len(part)] = part
     return found

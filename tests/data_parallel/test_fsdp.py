@@ -43,9 +43,10 @@ def test_the_calls_of_the_course(rank: int, _: int) -> None:
     fsdp, (x, target), first = sharded(), batch(0, HALVES[rank]), dict(tied().named_parameters())
     (output,), (wanted,), weights = one_process(steps=1)
     local = fsdp.get_local_info(1)
-    for name, shape, start, part in local:
-        assert shape == first[name].shape
-        assert torch.equal(part, first[name].flatten()[start : start + len(part)])
+    for piece in local:
+        begin, end = piece.offset, piece.offset + len(piece.tensor)
+        assert piece.shape == first[piece.name].shape
+        assert torch.equal(piece.tensor, first[piece.name].flatten()[begin:end])
     with torch.no_grad():
         before = fsdp.forward(batch(0)[0])  # the whole batch, on both
         assert fsdp.forward(None) is None

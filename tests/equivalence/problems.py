@@ -84,6 +84,7 @@ class Sentences(Problem):
         odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
+        n_positions: of the model.
         experts, top_k: of each block; 0: none.
     """
 
@@ -97,14 +98,15 @@ class Sentences(Problem):
     odd: bool = False
     dropout: float = 0.0
     positions: int = CPU_POSITIONS
+    n_positions: int = POSITIONS
     experts: int = 0
     top_k: int = 2
 
     def config(self) -> GPT2Config:
         """The model's sizes."""
         config = gpt2_config(
-            "gpt2-mini", self.vocabulary, POSITIONS, dropout=self.dropout, n_layer=self.n_layer,
-            n_embd=self.n_embd, n_head=self.n_head,
+            "gpt2-mini", self.vocabulary, self.n_positions, dropout=self.dropout,
+            n_layer=self.n_layer, n_embd=self.n_embd, n_head=self.n_head,
         )  # fmt: skip
         config.tie_word_embeddings = self.tied
         return config

@@ -323,6 +323,11 @@ def _meshes() -> Iterator[Row]:
             yield Row(f"{name}-sequence-zero3", W, build, problem, m)
     odd = replace(ODD, n_head=4)
     yield Row("mesh2-1x1x2-odd", 2, mesh(1, 1, 2), odd, 2)
+    # What pads a sequence is beyond the model's last position.
+    full = Sentences(6, same_length=True, n_positions=13, n_head=4)
+    yield Row("mesh2-1x1x2-sequence-full", 2, mesh(1, 1, 2, sequence_parallel=True), full, 2)
+    with_contexts = mesh(1, 1, 2, cp=2, sequence_parallel=True)
+    yield Row("mesh4-1x1x2-cp2-sequence-full", 4, with_contexts, full, 2)
     yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2), problem, 2)
     yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False), 2)
     of_three = replace(problem, n_head=3, n_embd=24)

@@ -61,6 +61,7 @@ SHORT = """
     ddp2-gloo-none_left ddp2-overlap-vgg16 fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo
     fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied pipeline2-interleaved-resumed
     pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied
+    mesh2-1x1x2-sequence-full
     mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed
     mesh2-1x1x2-recompute_always mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1 single-experts-top1
     ddp2-experts mesh2-ep2 mesh2-ep2-zero1 mesh2-ep2-zero3-recompute_always mesh4-dp4-ep2-zero3

@@ -249,7 +249,7 @@ def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
     """By the number of the step in the whole run: a resume draws what the first run would have."""
 
     def drawn(part: int, shard: int, number: int) -> float:
-        model: Any = SimpleNamespace(dp_rank=part, tp_rank=shard)
+        model: Any = SimpleNamespace(dp_rank=part, mask_rank=shard)
         seed_step(model, 0, number)
         return torch.rand(()).item()
 

@@ -39,7 +39,7 @@ from training.checkpoint import (
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.layouts.layout import Held
-from training.layouts.tensor import rectangles_of
+from training.layouts.on_mesh import rectangles_of
 from training.resume import Resume
 
 SHARD = "__0_0.distcp"

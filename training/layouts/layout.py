@@ -10,7 +10,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     replicated.py   one process, or the whole model on every rank    Replicated
     sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
     stages.py       stages in processes                              Staged
-    tensor.py       what these two do with a tensor axis             MeshLayout
+    on_mesh.py      what these two have in common                    MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
 What a rank holds is one list of records, `Held`, and what follows backward goes by it: averaging by
@@ -123,9 +123,9 @@ class LaidOutModel(ABC):
     Attributes:
         world: who this rank is.
         held: what this rank holds and its optimizers update.
+        replicated: what is compared with its replicas, if it is not that.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
-        tp_rank: its place among ranks that share layers or sequences, whose dropout has other
-            masks.
+        mask_rank: its place among ranks that have the same examples, and draw other masks.
         description: how the model is laid out, in words.
         modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
@@ -145,9 +145,10 @@ class LaidOutModel(ABC):
     task: TrainingTask
     world: World
     held: Sequence[Held]
+    replicated: Sequence[Held] = ()
     dp_rank = 0
     dp_size = 1
-    tp_rank = 0
+    mask_rank = 0
     description = ""
     modules: Sequence[nn.Module]
     module: nn.Module | None = None
@@ -221,15 +222,10 @@ class LaidOutModel(ABC):
         """The parameters whose gradients this rank adds to the global norm."""
         return parameters_of(x for x in self.held if x.counts)
 
-    @property
-    def replicated(self) -> Sequence[Held]:
-        """What this rank holds of the model as it is trained, to be compared with its replicas."""
-        return self.held
-
     def check_replicas(self, when: str) -> None:
         """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks
         call it together. Raises RunError, on all ranks, if it differs."""
-        copies = {x.label: x.tensor for x in self.replicated if x.replicas}
+        copies = {x.label: x.tensor for x in self.replicated or self.held if x.replicas}
         check_replicas(self.world, copies, when)
 
     def state_bytes(self) -> dict[str, int]:

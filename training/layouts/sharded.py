@@ -17,8 +17,8 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Held, Setup, parameters_of
-from .tensor import MeshLayout
+from .layout import Setup, parameters_of
+from .on_mesh import MeshLayout
 
 
 class Sharded(MeshLayout):
@@ -27,7 +27,7 @@ class Sharded(MeshLayout):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, cut_task = setup.args, self.cut_task
-        self.together = self.replica  # they gather
+        self.forward_ranks = self.data_ranks  # they gather
         self.results_per_rank = self.dp_size == world.world_size  # each has a part of the batch
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
@@ -36,7 +36,7 @@ class Sharded(MeshLayout):
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
-            compute_dtype=compute_dtype, device=world.device, group=self.replica.group,
+            compute_dtype=compute_dtype, device=world.device, group=self.data_ranks.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             traits=lambda name: Traits(
                 mesh[self.data_axes(name)].group,
@@ -45,13 +45,9 @@ class Sharded(MeshLayout):
             ),
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
-        held: list[Held] = []
-        for u in self.fsdp.units:  # each has either cut parameters or whole ones
-            name = u.unit.entries[0].name
-            replicas = self.replicas(*cut_task.shared_axes(name))
-            held += self.held_in(u.unit, u.shard, replicas, cut_task.counted(name))
-        self.held = held
-        self.shared = parameters_of(held, "tp")  # flat shards that other tensor ranks have, too
+        layers = range(len(cut_task.layers))
+        local = {x.name: x for k in layers for x in self.fsdp.get_local_info(k)}  # tied ones once
+        self.held = self.held_in(local.values())
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
@@ -61,14 +57,13 @@ class Sharded(MeshLayout):
         inputs, targets = [x for x, _ in parts], [target for _, target in parts]
         loss = self.fsdp.train_step(inputs, targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
-        self.cut_task.sum_gradients(self.shared)  # then over the tensor axis
-        if self.replica.size > 2:
-            self.cut_task.copy_gradients(self.shared)
+        # then over the tensor axis: flat shards that its other ranks have, too
+        self.cut_task.equalize(parameters_of(self.held, "tp"), self.data_ranks.size)
         return loss * (count if self.mesh["tp"].rank == 0 else 0)  # tensor ranks have the same
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
-        empty = self.no_sentences() if x is None and self.sharing.size > 1 else None
+        empty = self.no_sentences() if x is None and self.mesh["ep"].size > 1 else None
         output = cast(Tensor | None, self.fsdp.forward(empty if x is None else x))
         return None if x is None else output
 

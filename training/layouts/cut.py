@@ -1,0 +1,151 @@
+"""A task whose layers are cut over the ranks of a mesh's tensor, context and expert axes.
+
+Ranks of the tensor axis share every matrix. Three things change. The layers hold parts of the
+model's matrices, so initial values, checkpoints and exports use `TensorShard`. The last layer
+computes the loss, so the labels travel with the input, as `Sequences.labels`. A parameter that
+every rank holds whole is counted once in norms; with sequence parallelism its gradient is summed
+over the ranks.
+
+Ranks of the expert axis share the experts of every layer (experts/): of these each holds some.
+Ranks of the context axis take their positions of the same micro-batches (context.py).
+
+With one rank nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_parallel.gradients import copy_back
+from experts.layer import share_experts
+from runtime.communicator import Communicator
+from runtime.mesh import Mesh
+from runtime.sums import add_up
+from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
+from tensor_parallel.loss import argmax
+from training.tasks.generation import greedy
+
+from .context import attend_across, own_positions
+from .layout import Held, Setup
+
+
+class CutTask:
+    """The layers of a task, as this rank of a mesh has them.
+
+    Attributes:
+        tensor_ranks, context_ranks, expert_ranks: those of the axes `tp`, `cp` and `ep`.
+        model, layers: on the meta device, with this rank's shards.
+        shards: by the name of a parameter, this rank's part of it; others it holds whole.
+        experts: the names of parameters of which each of `expert_ranks` has other experts.
+    """
+
+    def __init__(self, task: Any, setup: Setup, mesh: Mesh) -> None:
+        self.task = task
+        self.tensor_ranks, self.context_ranks, self.expert_ranks = (
+            Communicator(mesh[axis].group, recorder=setup.timeline) for axis in ("tp", "cp", "ep")
+        )
+        self.sequence_parallel = setup.args.sequence_parallel and self.tensor_ranks.size > 1
+        skeleton: Any = task.skeleton().to(setup.dtype)
+        self.model = skeleton
+        self.shards: dict[str, TensorShard] = {}
+        if self.expert_ranks.size > 1:
+            at, n = self.expert_ranks.rank, self.expert_ranks.size
+            for name, shape in share_experts(self.model, self.expert_ranks).items():
+                self.shards[name] = TensorShard(shape, 0, 1, at, n)
+        self.experts = {*self.shards}
+        if self.tensor_ranks.size > 1:
+            self.shards |= cut_matrices(self.model, self.tensor_ranks, self.sequence_parallel)
+        self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
+        if self.context_ranks.size > 1:
+            attend_across(self.layers, self.context_ranks, setup.args.attention)
+        if self.tensor_ranks.size == 1:
+            return
+        for layer in self.layers[:-1]:  # tells them their heads and positions
+            layer.shard, layer.sequence_parallel = self.tensor_ranks.rank, self.sequence_parallel
+        self.head: VocabularyParallelHead = skeleton.lm_head
+        norm = skeleton.transformer.ln_f
+        self.layers[-1] = HeadAndLoss(norm, self.head, self.sequence_parallel)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """Writes the initial values of this rank's part of a parameter."""
+        if name in self.shards:
+            whole = p.new_empty(self.shards[name].shape)  # the whole parameter, for a moment
+            self.task.initialize(name, whole)
+            p.copy_(self.shards[name].of(whole))
+        else:
+            self.task.initialize(name, p)
+
+    def input(self, x: Any, target: Any, training: bool = True) -> tuple[Any, Any]:
+        """This rank's part of a micro-batch whose loss is wanted: the input of the first layer, and
+        the labels. Padding makes the positions a multiple of the ranks that share them."""
+        tensor_ranks = self.tensor_ranks.size if training and self.sequence_parallel else 1
+        if self.context_ranks.size > 1:
+            x, target = own_positions(x, target, self.context_ranks, tensor_ranks)
+        if self.tensor_ranks.size == 1:
+            return x, target
+        length = x.hidden.size(1)
+        if more := -length % tensor_ranks:
+            numbers = x.targets + x.targets // length * more  # earlier rows are longer
+            x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
+        return x._replace(labels=target), target
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        """The summed loss, from the output of the last layer, which may have computed it."""
+        return output if self.tensor_ranks.size > 1 else self.task.loss(output, target)
+
+    def measure(self, output: Tensor, target: Any) -> Tensor | None:
+        """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
+        if self.tensor_ranks.size == 1:
+            measured: Tensor = self.task.measure(output, target)
+            return measured
+        return output if self.tensor_ranks.rank == 0 else None
+
+    def logits(self, output: Tensor) -> Tensor | None:
+        """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
+        if self.tensor_ranks.size == 1:
+            return output
+        logits = self.tensor_ranks.all_gather(output, 1)  # [N, t rows]; the last may be surplus
+        return logits[:, : self.head.vocabulary] if self.tensor_ranks.rank == 0 else None
+
+    def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
+        """The most probable tokens, on every rank, from the ranks' parts of the logits."""
+        if self.tensor_ranks.size == 1:
+            return greedy(output, num_tokens)
+        return argmax(output, num_tokens, self.tensor_ranks, self.head.first)
+
+    def cut(self, held: Iterable[Held]) -> list[Held]:
+        """The same rectangles of this rank's shards, as rectangles of the whole parameters."""
+        rectangles = []
+        for x in held:
+            shard = self.shards.get(x.name)
+            if shard is None:
+                rectangles.append(x)
+                continue
+            for offsets, view in shard.rectangles(x.offsets, x.tensor):  # c_attn: of q, k and v
+                rectangles.append(replace(x, tensor=view, offsets=offsets, shape=shard.shape))
+        return rectangles
+
+    @torch.no_grad()
+    def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
+        """Makes the gradients of parameters equal that all tensor ranks hold whole, after so many
+        replicas have added up theirs.
+
+        With sequence parallelism each rank has used them on its own positions: their gradients are
+        summed, in the order of the ranks. Otherwise all have the same, but each was added up over
+        replicas in a group of its own. With three or more the order of the addition decides the
+        last bits, and NCCL chooses one for each group: all take the first rank's.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.tensor_ranks.size == 1 or not gradients:
+            return
+        if self.sequence_parallel or replicas > 2:
+            flat = torch.cat([g.flatten() for g in gradients])
+            by_rank = self.tensor_ranks.all_gather(flat[None], 0)  # [t, elements]
+            equal = add_up(by_rank.unbind()) if self.sequence_parallel else by_rank[0]
+            copy_back(equal, gradients)  # in place: optimizers and buckets hold these tensors
