@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,11 +29,6 @@ from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
 RECOMPUTE = "R"  # for the recorder
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Autocast is for forwards only: the backward of an operator chooses its own types."""
-    return Autocast(off=True).entered()
 
 
 class Stopped(BaseException):
@@ -75,28 +70,32 @@ class Dataflow:
         retain_graph: keep the graphs after backward.
     """
 
-    stages: Mapping[int, Stage]
+    stages: Sequence[Stage] | Mapping[int, Stage]
     up: Mapping[int, Any]
     down: Mapping[int, Any]
     recorder: Recorder | None = None
     retain_graph: bool = False
-    stopped: bool = False  # set by any thread
+    _stopped: bool = field(default=False, init=False)  # set by any thread
 
     def run(self, actions: Sequence[Action]) -> None:
         """The work of one worker. Draws leave the generator of its GPU as it was."""
-        do = {FORWARD: self._forward, BACKWARD_WEIGHT: self._backward_weight}
         try:
             with gpu_restored(self.stages[actions[0].stage].device):
                 for action in actions:
-                    if self.stopped:
+                    if self._stopped:
                         raise Stopped
-                    do.get(action.kind, self._backward)(action)
+                    if action.kind is FORWARD:
+                        self._forward(action)
+                    elif action.kind is BACKWARD_WEIGHT:
+                        self._backward_weight(action)
+                    else:
+                        self._backward(action)
         except BaseException:
             self.stop()  # wakes those that wait for this worker
             raise
 
     def stop(self) -> None:
-        self.stopped = True  # for workers that compute now
+        self._stopped = True  # for workers that compute now
         for channel in (*self.up.values(), *self.down.values()):
             channel.stop()
 
@@ -140,3 +139,8 @@ class Dataflow:
             # `add_note` of Python 3.11
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
             raise
+
+
+def _no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast is for forwards only: the backward of an operator chooses its own types."""
+    return Autocast(off=True).entered()

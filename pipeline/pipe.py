@@ -137,7 +137,7 @@ class Pipe(nn.Module):
             down = self._channels(-1)  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
-            flow = Dataflow(dict(enumerate(stages)), {}, down, self.recorder, retain_graph)
+            flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
             self._run_flow(flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
             sums = gradients_by_stage(stages, self.replicas)
@@ -160,7 +160,7 @@ class Pipe(nn.Module):
         for i, j in dict(reversed(schedule)).items():  # the first partition of each micro-batch
             up[j].put(i, batches[i])
             batches[i] = None  # this list does not keep the input alive
-        flow = Dataflow(dict(enumerate(stages)), up, {}, self.recorder)
+        flow = Dataflow(stages, up, {}, self.recorder)
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
         for i, j in dict(schedule).items():  # its last
             batches[i] = up[j + 1].get(i)  # here already: _run_flow has waited
@@ -223,7 +223,7 @@ class Pipe(nn.Module):
                 up[0].put(i, value)  # all at once: the channel holds them
             _, by_clock = validated(schedule, tuple(self._ranks), len(inputs))  # of all ranks
             with torch.enable_grad():
-                flow = Dataflow(dict(enumerate(stages)), up, down, self.recorder)
+                flow = Dataflow(stages, up, down, self.recorder)
                 self._run_flow(flow, by_clock)
             for of_stage in gradients_by_stage(stages, self.replicas):
                 hand_over(of_stage)

@@ -168,7 +168,8 @@ class Stage:
         memory.
         """
         kept = self._with_graph(i)
-        kept.later.begin(at_once)
+        del self._kept[i]  # if what follows raises, no second backward may go on from there
+        kept.later.at_once = at_once
         for part, graph in reversed(kept.graphs):  # dx is the next part's dy
             graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
             with kept.later, self._randomness.in_backward():  # a checkpoint repeats a forward there
@@ -178,6 +179,7 @@ class Stage:
                 self._second_half(part, kept.later)
             if not retain_graph:
                 graph.release()  # x and y; products keep what the second half needs
+        self._kept[i] = kept
         return list(gradients)
 
     def backward_weight(self, i: int, retain_graph: bool = False) -> None:

@@ -87,7 +87,7 @@ class Graph:
         """
         if self._checkpoint is None:
             return
-        (value, before, autocast), self._checkpoint = self._checkpoint, None
+        value, before, autocast = self._checkpoint
         if versions(value) != before:
             raise RuntimeError(
                 "the input was written to between forward and backward, which computes it again: "
@@ -95,6 +95,7 @@ class Graph:
             )
         with torch.enable_grad(), autocast.entered():
             self.record(value, run, copy=True)  # for the graph alone: y is known
+        self._checkpoint = None
 
     def differentiate(
         self,

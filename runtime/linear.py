@@ -119,7 +119,9 @@ class WeightsLater:
     def __init__(
         self, totals: Gradients, shared: Collection[nn.Parameter], casts: dict[Tensor, Tensor]
     ) -> None:
-        self.begin(at_once=True)
+        self.products: list[Product] = []
+        self.sums: Gradients = {}
+        self.at_once = True
         self._totals, self._shared, self._casts = totals, shared, casts
 
     def __enter__(self) -> None:
@@ -132,12 +134,6 @@ class WeightsLater:
         if parameter not in self._casts:
             self._casts[parameter] = _cast(parameter.detach(), dtype)
         return self._casts[parameter]
-
-    def begin(self, at_once: bool) -> None:
-        """Before a backward: an earlier one may have failed."""
-        self.products: list[Product] = []
-        self.sums: Gradients = {}
-        self.at_once = at_once
 
     def add(self, gradients: Gradients) -> None:
         """Add what the first half of a backward has computed."""
@@ -163,6 +159,7 @@ class WeightsLater:
     def end(self) -> None:
         """When the micro-batch's backward is over."""
         _add(self._totals, self.sums)
+        self.sums.clear()
 
 
 class _Thread(threading.local):

@@ -18,7 +18,7 @@ saves nothing: `always` recomputes layer by layer there, all but the last, whose
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
 a stage seeds them for each layer and micro-batch (randomness.py), elsewhere the generators are
 restored. A segment works on a copy of its input, so it may write to it. A layer that changes its
-buffers would change them twice: a `Guard` refuses it (guards.py). (Whole models are this project's
+buffers would change them twice, and is refused (guards.py). (Whole models are this project's
 own; none of their layers does either.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
