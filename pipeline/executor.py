@@ -111,7 +111,7 @@ class Dataflow:
         stage = self.stages[s]
         if stage.checkpointed(i):  # while the gradient is in transit
             with self._noted(action, RECOMPUTE):
-                stage.recompute(i)
+                stage.compute_again(i)
         gradients = self.down[s + 1].get(i)  # waits
         with self._noted(action), _no_autocast():
             if kind is BACKWARD:

@@ -83,10 +83,8 @@ class Pipe(nn.Module):
         self.recorder = recorder
         self.recompute = recompute
         self.replicas = dict(replicas or {})
-        if sizes is None:
-            self.partitions, self.devices = _split_module(module)
-        else:
-            self.partitions, self.devices = split_by_sizes(module, sizes)
+        cut = _split_module(module) if sizes is None else split_by_sizes(module, sizes)
+        self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues

@@ -66,6 +66,7 @@ class _Kept:
     later: WeightsLater
 
 
+@dataclass(eq=False)
 class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
@@ -75,8 +76,9 @@ class Stage:
 
     Args:
         index: of the stage.
+        module: its layers.
         device: may be logical, e.g. cpu:1.
-        randomness: of the layers' draws; by default a thread's.
+        randomness: of the layers' draws; by default a thread's, always the same.
         first_layer: the number of layers on the stages before.
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
@@ -84,35 +86,29 @@ class Stage:
         held_back: parameters whose sums are not delivered but stay until `take_gradients`.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Sequential,
-        device: torch.device,
-        randomness: OfThread | OfProcess | None = None,
-        first_layer: int = 0,
-        recompute: str = NEVER,
-        num_microbatches: int = 0,
-        deliver: Callable[[Gradients], None] | None = None,
-        held_back: Collection[nn.Parameter] = (),
-    ) -> None:
-        self.index = index
-        self.device = device
-        self.memory = memory_of(device)
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+    index: int
+    module: nn.Sequential
+    device: torch.device
+    randomness: OfThread | OfProcess | None = None
+    first_layer: int = 0
+    recompute: str = NEVER
+    num_microbatches: int = 0
+    deliver: Callable[[Gradients], None] | None = None
+    held_back: Collection[nn.Parameter] = ()
+
+    def __post_init__(self) -> None:
+        self.memory = memory_of(self.device)
+        self._draws = self.randomness or OfThread(self.device, 0)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.tail: Callable[[int, Any], Tensor] | None = None
-        self._num_microbatches = num_microbatches
-        self._deliver, self._held_back = deliver, held_back
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
-        self._randomness = randomness or OfThread(device, 0)
-        let_weights_wait(module)
+        let_weights_wait(self.module)
         self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
-        self._recompute = recompute
-        by_layer = deliver is not None and recompute == NEVER
-        cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
-        firsts = accumulate(map(len, cut), initial=first_layer)
+        by_layer = self.deliver is not None and self.recompute == NEVER
+        cut = segments(list(self.module), LAYERS if by_layer else self.recompute)  # a part each
+        firsts = accumulate(map(len, cut), initial=self.first_layer)
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
         uses = Counter(p for part in self._parts for p in part.parameters)  # parts that use it
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
@@ -134,10 +130,10 @@ class Stage:
         return value
 
     def checkpointed(self, i: int) -> bool:
-        """Whether the backward of micro-batch i starts with a forward: `recompute`."""
+        """Whether the backward of micro-batch i starts with a forward: `compute_again`."""
         return self._with_graph(i).graphs[-1][1].checkpointed  # where backward starts
 
-    def recompute(self, i: int) -> None:
+    def compute_again(self, i: int) -> None:
         """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
         too, but here the gradient need not have arrived yet."""
         kept = self._with_graph(i)
@@ -172,7 +168,7 @@ class Stage:
         kept.later.at_once = at_once
         for part, graph in reversed(kept.graphs):  # dx is the next part's dy
             graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
-            with kept.later, self._randomness.in_backward():  # a checkpoint repeats a forward there
+            with kept.later, self._draws.in_backward():  # a checkpoint repeats a forward there
                 gradients, new = graph.differentiate(part.parameters, gradients, retain_graph)
             kept.later.add(new)
             if at_once:
@@ -202,17 +198,17 @@ class Stage:
         """Compute the gradients that wait. In the last backward, deliver those of the part: those
         in the sums of the micro-batch are not yet complete, and stay."""
         later.add_products()
-        if self._deliver is not None and self._ended + 1 == self._num_microbatches:
-            stay = {*later.sums, *self._shared, *self._held_back}
+        if self.deliver is not None and self._ended + 1 == self.num_microbatches:
+            stay = {*later.sums, *self._shared, *self.held_back}
             whole = [p for p in part.parameters if p in self._totals and p not in stay]
-            self._deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
+            self.deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 
     def _checkpoints(self, i: int, part: _Part) -> bool:
-        if self._recompute == EXCEPT_LAST:
-            return i + 1 != self._num_microbatches  # unknown number (0): all
-        if self._recompute == LAYERS and part is self._parts[-1]:
+        if self.recompute == EXCEPT_LAST:
+            return i + 1 != self.num_microbatches  # unknown number (0): all
+        if self.recompute == LAYERS and part is self._parts[-1]:
             return self.tail is None  # after the loss, its backward is next
-        return self._recompute != NEVER
+        return self.recompute != NEVER
 
     def _layers(self, i: int, part: _Part, later: WeightsLater, value: Any) -> Any:
         """Call the layers of a part, and what follows them. Each draws random numbers of its own,
@@ -222,11 +218,11 @@ class Stage:
         layers: list[Callable[[Any], Any]] = list(part.layers)
         if self.tail and part is self._parts[-1]:
             layers.append(partial(self.tail, i))
-        name, runs_again = "", training and self._recompute != NEVER
+        name, runs_again = "", training and self.recompute != NEVER
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
             is_tail = not isinstance(layer, nn.Module)
             name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
-            with buffers_unchanged(layer, name, runs_again), later, self._randomness.of(k, i):
+            with buffers_unchanged(layer, name, runs_again), later, self._draws.of(k, i):
                 value = layer(value)
             if training:
                 foreign.refuse(value, name)
