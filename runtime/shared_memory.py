@@ -76,7 +76,8 @@ class SharedMemory:
         inboxes: dict[int, int],
         outboxes: dict[int, int],
     ) -> None:
-        self.maps = [mmap.mmap(files[r], 0) for r in range(len(files))]
+        each = os.fstat(files[rank]).st_size // len(files)
+        self.maps = [mmap.mmap(files[r], each) for r in range(len(files))]
         self.rank, self.group = rank, group
         self._begin = self._view(rank, 0, 1, torch.uint8).data_ptr()  # an address
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
@@ -98,9 +99,9 @@ class SharedMemory:
         with socket.socket(*LETTERS) as inbound, socket.socket(*LETTERS) as outbound:
             try:
                 files[rank] = os.memfd_create("ranks")
-                pages = ROOM * os.sysconf("SC_PHYS_PAGES") // size
+                pages = ROOM * os.sysconf("SC_PHYS_PAGES")
                 os.ftruncate(files[rank], mmap.PAGESIZE * pages)
-                mmap.mmap(files[rank], 0).close()  # there may be a limit of addresses
+                mmap.mmap(files[rank], 0).close()  # all stretches: addresses may be limited
                 inbound.bind(name)
             except (AttributeError, OSError):  # not Linux; a sandbox forbids it
                 name = b""

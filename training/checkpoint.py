@@ -40,6 +40,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from enum import EnumMeta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +49,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.unpickling import enum_member
 from training.files import json_text, writing
 
 from .launch.errors import UserError
@@ -365,6 +365,14 @@ _CLASSES = {
     "MetadataIndex", "_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout", "Size", "PosixPath",
     "WindowsPath",
 }  # fmt: skip
+
+
+def enum_member(members: Any, name: str) -> Any:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as `getattr(members, name)`.
+    Raises TypeError if it is no enumeration: an attribute of anything else may be code."""
+    if not isinstance(members, EnumMeta):
+        raise TypeError(f"{name} is asked of {members!r}, which is no enumeration")
+    return members[name]
 
 
 class _Metadata(pickle.Unpickler):

@@ -8,8 +8,7 @@ from io import BytesIO
 
 import pytest
 
-from runtime.unpickling import enum_member
-from training.checkpoint import _Metadata
+from training.checkpoint import _Metadata, enum_member
 
 
 class Kind(Enum):
