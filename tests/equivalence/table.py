@@ -334,6 +334,7 @@ def _meshes() -> Iterator[Row]:
     yield Row("mesh3-1x1x3", 3, mesh(1, 1, 3, sequence_parallel=True), of_three, 2)
     yield Row("mesh4-2x1x2-none_left", 4, mesh(2, 1, 2), Sentences(9, 8, n_head=4), 100)
     yield Row("mesh4-1x2x2-odd", 4, mesh(1, 2, 2, sequence_parallel=True), odd, 2)
+    yield Row("mesh4-2x1x2-zero2", 4, mesh(2, 1, 2, zero=2), problem, 2)
     yield Row("mesh4-1x2x2-zb", 4, mesh(1, 2, 2, "zb"), problem, 3)
     yield Row("mesh4-2x2x1-zero1-resumed", 4, mesh(2, 2, 1, zero=1), problem, 2, "resumed run")
     yield Row("mesh4-1x2x2-resumed", 4, mesh(1, 2, 2), problem, 2, "resumed run")
