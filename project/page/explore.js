@@ -31,7 +31,7 @@ const puzzle = () => startNamed(settings.start);
 function titleOf([kind, stage, microbatch]) {
   const chunks = chunksOf(settings);
   const second = vShaped.includes(settings.schedule) ? Number(stage >= settings.ranks) : Math.floor(stage / settings.ranks);
-  return `${kind}${microbatch}${chunks > 1 ? "abcd"[second] : ""}`;
+  return `${kind}${microbatch}${chunks > 1 ? String.fromCharCode(97 + second) : ""}`;
 }
 
 // The lists as the settings say, before anything is moved.

@@ -1,5 +1,5 @@
 // What the page of `report.py --explore` knows beside the simulator: the catalogue's lists, which
-// project/figures/pages.py wrote as letters; the textbook's formulas; puzzles.
+// project/figures/pages.py wrote as text; the textbook's formulas; puzzles.
 // tests/project/test_explore.py compares lists and formulas with Python.
 "use strict";
 
