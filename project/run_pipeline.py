@@ -112,7 +112,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
          "without a mode there is one device", f"{FLOWING} works"),
         ("model_parallel_mode pipeline schedule", usual in (args.schedule, "1f1b"),
          f"there it is {usual}", f"{FLOWING} --pipeline whole works"),
-        ("num_devices device", on_cpu or n <= max(1, gpus), f"there is {counted(gpus, 'GPU')}",
+        ("num_devices device", on_cpu or n <= max(1, gpus), f"{counted(gpus, 'GPU')} can be seen",
          f"--num_devices {max(1, gpus)}, or --device cpu, works"),
     ]  # fmt: skip
     yield from rules.rules(args)

@@ -272,7 +272,7 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
     (1, None, "train fsdp", GPUS.format(2, "1 GPU for 2 ranks", 1)),
     (1, None, "train ddp --device cuda", 2),
     (2, None, DP, 2),
-    (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: there is 1 GPU; "
+    (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU can be seen; "
      "--num_devices 1, or --device cpu, works"),
     (3, (8, 2), "train fsdp", 8),  # on each of four machines
     (3, (8, 4), "train fsdp", GPUS.format(8, "3 GPUs for 4 ranks", 3)),
