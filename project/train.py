@@ -160,8 +160,7 @@ def work(rank: Rank) -> None:
     finish(results)
 
     def conclude() -> None:
-        if args.check_weights or args.check_output:
-            results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
+        results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
         verdicts = check(rank.task, rank.setup, model.devices[0], outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
@@ -171,7 +170,8 @@ def work(rank: Rank) -> None:
         if wrong:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
-    rank.world.on_main(conclude)  # to check, rank 0 trains twice; the others wait
+    if args.check_weights or args.check_output:
+        rank.world.on_main(conclude)  # rank 0 trains twice; the others wait
 
 
 def train_rank(world: World, args: TrainOptions) -> None:
