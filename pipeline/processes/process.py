@@ -223,7 +223,7 @@ class ProcessPipe:
 
     def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Overwrites what this rank has for its tied parameters, such as their gradients, with what
-        the owner has (see `owned_parameters`).
+        the first of `users` has.
 
         Args:
             tensors: by the names of all tied parameters of this rank, of one shape on all of their
@@ -240,14 +240,8 @@ class ProcessPipe:
         """The parameters of this rank's stages, by the model's names."""
         return {self._names[p]: p for p in self.module.parameters()}
 
-    def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank owns. Over all ranks: each of the model's once, so that
-        norms and checkpoints count it once. Of those with a copy on several, the first rank's."""
-        parameters = self.named_parameters()
-        return {name: p for name, p in parameters.items() if self._users[name][0] == self.rank}
-
     def users(self, name: str) -> list[int]:
-        """The ranks that hold a parameter: several if it is tied."""
+        """The ranks that hold a parameter: several if it is tied. The first counts it."""
         return self._users[name]
 
     @contextmanager
