@@ -41,6 +41,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import EnumMeta
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -242,7 +243,7 @@ class Saver:
                 lacks = f"has no {x.name} of shape {x.shape}: it is of another model"
                 raise CheckpointError(f"--resume: {checkpoint.folder} {lacks}")
             wanted[x.name].append(x)
-        for name in sorted({name for names in self.world.gather([*wanted]) for name in names}):
+        for name in sorted({*chain(*self.world.gather([*wanted]))}):  # what any rank wants
             whole = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
             if self.world.is_main:
                 tensor_files.read(checkpoint.folder, checkpoint.metadata, name, whole)
