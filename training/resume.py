@@ -121,7 +121,8 @@ def find_resume(args: Options) -> Resume:
     # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
-        here, there = (" ".join(spelt(key, x[key]) for key in differ) for x in (now, was))
+        here = " ".join(spelt(key, now[key]) for key in differ)
+        there = ", ".join(spelt(key, was[key]) for key in differ)
         raise UserError(
             f"{here} with --resume: {name} was saved with {there}; keep that, in a program that "
             "has it, or use another --workdir to start a new run"

@@ -175,8 +175,8 @@ CHANGED = {
     "--dropout 0.1": "--dropout 0",
     "--dataset 'my pairs'": "--dataset builtin",
     "--n_train all": "--n_train 20",
-    "--src en --tgt de": "--src de --tgt en",
-    "--batch_size 5 --max_grad_norm 1": "--batch_size 6 no --max_grad_norm",
+    "--src en --tgt de": "--src de, --tgt en",
+    "--batch_size 5 --max_grad_norm 1": "--batch_size 6, no --max_grad_norm",
 }
 
 
