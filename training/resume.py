@@ -94,9 +94,10 @@ def as_it_was(args: O, *strategies: str) -> O:
     if other or OF_LAYOUT & args.typed:
         left |= OF_LAYOUT
     names = saved.keys() & {*option_names(*args.GROUPS)} - left
-    taken = {name: saved[name] for name in names}
-    for name in taken.keys() & {"n_train", "n_validation", "n_test"}:
-        taken[name] = taken[name] or "all"  # as it is typed
+    sizes = {"n_train", "n_validation", "n_test"}
+    taken: dict[str, Any] = {name: saved[name] or "all" for name in names & sizes}  # as typed
+    # Others may be unset, as the program that saved them lacks them.
+    taken |= {name: saved[name] for name in names - sizes if saved[name] is not None}
     return replace(args, **taken)
 
 
