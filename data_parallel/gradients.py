@@ -43,9 +43,10 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -223,8 +224,15 @@ class GradientBuckets:
 
     def watch(self) -> None:
         """From now on every backward says which gradients are ready."""
+        # The garbage collector does not see what a hook refers to: it must not keep the buckets.
+        ready = weakref.WeakMethod(self.ready)
+
+        def tell(p: Tensor) -> None:
+            if (call := ready()) is not None:
+                call([cast(nn.Parameter, p)])
+
         for p in self._bucket_of:  # a hook runs in each backward, once its p.grad is added to
-            p.register_post_accumulate_grad_hook(lambda p: self.ready([p]))
+            p.register_post_accumulate_grad_hook(tell)
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """A backward has added the gradients of these parameters to their p.grad: buckets that are

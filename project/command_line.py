@@ -78,6 +78,8 @@ def begin(kind: type[O], description: str | None) -> O:
     """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
     the process at once, before torch is imported, which takes seconds."""
     answer(ASKED, end)
+    if sys.flags.optimize > 1:
+        refuse("python -OO removes docstrings, of which the help is made; python -O works\n")
     return parse_options(kind, description)
 
 
@@ -96,7 +98,9 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     known = [*strategies, *chain.from_iterable(map(spellings, names))]
     for word in left:
         if word not in strategies:
-            parser.error(f"{word}: there is no such option{is_it(word.partition('=')[0], known)}")
+            what = "strategy" if strategies and word[:1] != "-" else "option"
+            near = is_it(word.partition("=")[0], known)
+            parser.error(f"{word}: there is no such {what}{near}")
     typed = vars(values)
     if strategies:
         if len(left) != 1:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from runtime.cores import quota_note
+from runtime.waits import set_timeouts
 from training.files import moving
 from training.optimization import ADVICE, Counts, Optimizers, Recipe
 from training.options import Options
@@ -161,7 +162,7 @@ def run(
 
     def after_step(totals: Totals, seconds: float) -> None:
         """Raises Ended if a rank was given notice."""
-        model.set_timeouts(step_timeout(args, world, seconds))
+        set_timeouts(step_timeout(args, world, seconds))
         results.add_step(epoch, optimizer, seconds)
         asked = optimizer.counts.notices > 0  # on some rank
         # After `add_step`: metrics.jsonl has what a checkpoint has done.
@@ -190,7 +191,7 @@ def run(
                 world.rank, model.average_gradients, length, before, before_step, after_step,
             )  # fmt: skip
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
-            model.set_timeouts(args.timeout)
+            set_timeouts(args.timeout)
             note("checkpoint")
             saving.save(epoch, totals)  # before the evaluation, which can be repeated
             note("comparison of replicas")

@@ -168,8 +168,12 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
         2 (2,0) (1,1) (0,2)
         3       (2,1) (1,2)
         4             (2,2)
+
+    Raises ValueError, when it is called, if there are fewer than 0 micro-batches or 1 partition.
     """
     m, n = num_batches, num_partitions
+    if m < 0 or n < 1:
+        raise ValueError(f"{m} micro-batches, {n} partitions: at least 0 and 1 are needed")
     # Before partition k - m + 1 all partitions have had all micro-batches.
     return (
         [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]

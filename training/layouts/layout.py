@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from runtime.waits import set_timeouts
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.optimization import OnWorkers, make_optimizer
@@ -231,10 +230,6 @@ class LaidOutModel(ABC):
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
         return state_bytes(parameters_of(self.held), self.optimizers)
-
-    def set_timeouts(self, seconds: float) -> None:
-        """From now on a rank waits so long for another."""
-        set_timeouts(seconds)
 
     def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
         """Ends threads."""

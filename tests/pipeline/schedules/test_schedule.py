@@ -41,6 +41,12 @@ def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> 
     assert [sorted(clock) for clock in _clock_cycles(m, n)] == expected
 
 
+@pytest.mark.parametrize(("m", "n"), [(-1, 1), (3, 0), (0, -1)])
+def test_clock_cycles_need_a_partition(m: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"^{m} micro-batches, {n} partitions: at least 0 and 1"):
+        _clock_cycles(m, n)
+
+
 @pytest.mark.parametrize(
     ("module", "title", "schedule"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from runtime.waits import set_timeouts
 from tests.equivalence.problems import Sentences
 from tests.equivalence.table import having, mesh
 from tests.ranks import Ranks
@@ -79,7 +80,7 @@ def test_routers_alone_are_gathered_in_float32(ranks: Ranks) -> None:
 def translated(rank: int, world_size: int) -> None:
     """The last rank has no sentence, and the others take two tokens of one each."""
     model = layout(rank, world_size, ep=2, cp=2)
-    model.set_timeouts(5)
+    set_timeouts(5)
     with model.evaluating():
         cache = Cache([0], [3], torch.device("cpu"))
         newest = torch.ones(1, 3, dtype=torch.long)
