@@ -93,7 +93,11 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     words = [*(sys.argv[1:] if argv is None else argv)]
     strategies = strategies_of(kind)
     parser = make_parser(kind, description, next(filter(strategies.count, words), None))
-    values, left = parser.parse_known_args(words)
+    try:
+        values, left = parser.parse_known_args(words)
+    except ValueError as error:  # quotes that do not end; not UTF-8
+        files = " ".join(word for word in words if word.startswith("@"))
+        parser.error(f"{files}: it holds no options as they are typed ({error})")
     names = option_names(*kind.GROUPS)
     known = [*strategies, *chain.from_iterable(map(spellings, names))]
     for word in left:

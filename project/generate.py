@@ -45,7 +45,8 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", type=folder, metavar="FOLDER", help="a workdir, a checkpoint, or a GPT-2's name")
-    add("text", nargs="*", metavar="TEXT", help="lines of text; default: those of standard input")
+    add("text", nargs="*", default=[], metavar="TEXT",
+        help="lines of text; default: those of standard input")  # fmt: skip
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--temperature", type=TEMPERATURE, default=0.0, metavar="T",

@@ -205,6 +205,8 @@ def run_simulate(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: one number, or {n}, one for each of the ranks")
         by_stage.append([given[r % len(given)] for r in simulator.ranks])
     *passes, transfers = by_stage
+    if not any(map(any, passes)):
+        raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
     times = with_times(*([each / chunks for each in stages] for stages in passes))
     step = simulator.run(Work(times, lambda action: transfers[action.stage]))
     peaks = peak_alive(simulator.schedule, lambda _: 1 / chunks)

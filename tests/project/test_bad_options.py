@@ -97,7 +97,7 @@ train ddp --model vgg16 --n_test 9 => the default model, learns pictures; --mode
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
 # what would end late, or wrong
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
-dp --dataset empty.jsonl => none of the first rows has both de and en, but no columns;
+dp --dataset empty.jsonl => it is empty, or its rows have no columns; --src and --tgt name
 dp --dataset ./nowhere => there is no such file or folder
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 # experts

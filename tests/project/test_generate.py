@@ -105,6 +105,8 @@ def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
     for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "/a/b"):
         said = refusal(generate.parse_generate, [name])
         assert f"FOLDER {name}: there is no such folder; the --workdir of" in said
+    said = refusal(generate.parse_generate, [])
+    assert "the following arguments are required: FOLDER; --help" in said
     for name in ("work", "openai-community/gpt2"):
         assert generate.parse_generate([name]).trained == name
     code = "import sys, runpy; sys.argv = ['generate.py', *sys.argv[1:]]\n"

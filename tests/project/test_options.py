@@ -125,6 +125,10 @@ def test_options_come_from_a_file_and_what_comes_later_counts(refusal: Refusal) 
     Path("wrong.txt").write_text("--batchsize 8\n")
     said = "--batchsize: there is no such option; is it --batch_size?"
     assert refused(DP + "@wrong.txt", refusal) == said
+    for content, why in ((b"--src 'de", "No closing quotation"), (b"\xff", "'utf-8' codec can't")):
+        Path("wrong.txt").write_bytes(content)
+        said = f"@wrong.txt: it holds no options as they are typed ({why}"
+        assert refused(DP + "@wrong.txt", refusal).startswith(said)
 
 
 HELP = """

@@ -34,6 +34,8 @@ from tests.project.conftest import Refusal
         ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", ", one for each of the ranks"),
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
+        ("simulate --stages 2 --num_microbatches 2 --forward 0 --backward_input 0 "
+         "--backward_weight 0", "one must be above 0"),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
         ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),

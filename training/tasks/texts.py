@@ -177,10 +177,10 @@ def is_plain(dataset: str, source: Source, src: str, tgt: str) -> bool:
         if columns.keys() >= {src, tgt}:
             return False
         names |= dict.fromkeys(columns)
+    found = f"none of the first rows has both {src} and {tgt}, but {', '.join(names)}"
     raise UserError(
-        f"--dataset {dataset}: none of the first rows has both {src} and {tgt}, but "
-        f"{', '.join(names) or 'no columns'}; --src and --tgt name the columns of pairs, or a "
-        "column named text holds plain text"
+        f"--dataset {dataset}: {found if names else 'it is empty, or its rows have no columns'}; "
+        "--src and --tgt name the columns of pairs, or a column named text holds plain text"
     )
 
 

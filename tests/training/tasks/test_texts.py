@@ -505,13 +505,13 @@ SPOILT = [  # a file of the folder above
 ]  # fmt: skip
 ALONE = [
     ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, NO_TEXT + "eo, en; --src and --tgt name the "),
-    ("a.jsonl", "\n \n", NO_TEXT + "no columns; "),
+    ("a.jsonl", "\n \n", "--dataset {}: it is empty, or its rows have no columns; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW + '{"de": 0, "en": "five"}\n', "--dataset {}: row 2 of train: de is 0, and "),
     ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de is "
      "'\\ud83d x', and not text in quotes, of whole letters"),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ValueError: line 3, column 13: "),
-    ("a.jsonl", '5\n["x"]\n', NO_TEXT + "no columns; "),
+    ("a.jsonl", '5\n["x"]\n', "--dataset {}: it is empty, or its rows have no columns; "),
     ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1, column 2: Expecting "
      "property name enclosed in double quotes; a row per line works)"),
     ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "ff in position 0: invalid start byte in line "
