@@ -145,6 +145,8 @@ class Communicator:
 
         def read(by_rank: list[Tensor]) -> Tensor:
             sum_into(target, [self.shard_of(y, dim) for y in by_rank], accumulate)
+            if self.size == 1 and x.device in self._pools:  # else `share` does, once all have read
+                self._pools[x.device].give(x)
             return target
 
         return self._start("reduce_scatter", x, send, read)

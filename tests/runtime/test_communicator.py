@@ -125,6 +125,20 @@ def test_memory_is_lent_again_when_all_have_read_it(rank: int, _: int) -> None:
     assert mine._memory is not None and mine._memory._taken == 2 * 4096
 
 
+@pytest.mark.parametrize("share", [True, False])
+@on_ranks(2)
+def test_a_rank_alone_lends_its_memory_again(rank: int, size: int, share: bool) -> None:
+    """As FSDP does on one rank, or for experts of which each rank has others."""
+    groups, cpu = [torch.distributed.new_group([r]) for r in range(size)], torch.device("cpu")
+    with processes.sharing(share):
+        mine, places = Communicator(groups[rank]), set[int]()
+        for _ in range(3):
+            whole = mine.take(1000, torch.float32, cpu)
+            places.add(whole.data_ptr())
+            assert mine.start_reduce_scatter(whole.fill_(2), 0)().unique().tolist() == [2.0]
+    assert len(places) == 1
+
+
 OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
     "kind": lambda mine, x, rank: mine.all_reduce(x) if rank else mine.all_gather(x, 0),
     "size": lambda mine, x, rank: mine.all_reduce(x if rank else x[:2]),
