@@ -85,7 +85,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     try:
         return list(text_lines(sys.stdin.buffer))
     except UnicodeError as error:
-        raise UserError(f"standard input: {error}; text in UTF-8 works") from error
+        raise UserError(f"standard input: {error}") from error
 
 
 def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, chunks_of, find
 from pipeline.schedules.schedule import Schedule, stage_ranks
 from runtime.axes import named
+from training.launch.errors import UserError
 
 from .style import readable, with_error
 
@@ -26,7 +27,7 @@ GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "ch
 
 
 def fill_template(template: Path, **content: Any) -> str:
-    """The text of a template, which may extend and include those of page/."""
+    """The text of a template, which may extend and include those of page/. Raises UserError."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -40,7 +41,10 @@ def fill_template(template: Path, **content: Any) -> str:
         "share": lambda value: f"{value:.1%}",
         "ms": lambda value: f"{1e3 * value:.1f}",
     }
-    return environment.get_template(template.name).render(**content)
+    try:
+        return environment.get_template(template.name).render(**content)
+    except TemplateError as error:
+        raise UserError(f"--template {template}: {error}; leave it out, or mend it") from error
 
 
 def letters(schedule: Schedule) -> str:

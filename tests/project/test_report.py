@@ -24,7 +24,7 @@ from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.compared import compare_step
 from project.figures.gantt import events_of
-from project.figures.pages import letters, stepper
+from project.figures.pages import fill_template, letters, stepper
 from project.figures.runs import Run
 from tests.browser import browser
 from tests.project.made_up import PIPELINE, write_run
@@ -306,6 +306,14 @@ def test_what_has_not_finished_is_refused(tmp_path: Path) -> None:
         said = rf"{folder} has no summary.json; name the --workdir of a finished run"
         with pytest.raises(UserError, match=said):
             report.main([str(folder)])
+
+
+def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spoilt.html").write_text("{% for run in runs %}")
+    for name, said in (("none", "'none.html' not found"), ("spoilt", "Unexpected end of template")):
+        template = tmp_path / f"{name}.html"
+        with pytest.raises(UserError, match=f"--template {template}: {said}"):
+            fill_template(template, runs=[])
 
 
 def test_a_browser_takes_the_step_of_a_run_apart(tmp_path: Path) -> None:
