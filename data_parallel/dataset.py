@@ -4,17 +4,15 @@ Problem: W ranks train on one dataset. Exactly one rank must use each example, a
 *global* batch must not depend on W: otherwise two runs that differ only in the number of ranks
 see different data and cannot be compared.
 
-Idea: shuffle the indices once, with a seed that all ranks share, then
-
-- equal sizes: deal them out like cards: rank r takes places r, r+W, r+2W, ... of the shuffled
-  order. Its k-th batch of B/W examples is its part of places k*B ... (k+1)*B - 1, and the ranks'
-  k-th batches together are that stretch, for every W that divides B;
-- other sizes: consecutive stretches of the shuffled order, with these sizes.
+Idea: shuffle the indices once, with a seed that all ranks share, and deal them out like cards: rank
+r takes places r, r+W, r+2W, ... of the shuffled order (`Batches`). Its k-th batch is its part of
+places k*B ... (k+1)*B - 1, and the ranks' k-th batches together are that stretch, for every W.
 
 A rank's part of a batch is cut into micro-batches later (training/tasks/sequences.py).
 
-Cost: 40 bytes per example and rank for the order, and 4 of more than a million. A batch is picked,
-sorted and dealt when its turn comes; the examples are not copied.
+Cost: on every rank the order takes 40 bytes per example, or 4 bytes if there are more than a
+million examples. A batch is picked, sorted and dealt when its turn comes; the examples are not
+copied.
 """
 
 from __future__ import annotations
@@ -61,58 +59,6 @@ def even_slices(n: int, parts: int) -> list[slice]:
     first. With fewer examples than parts, one part per example."""
     edges = accumulate(even_sizes(n, min(parts, n)) if n else [], initial=0)
     return [slice(a, b) for a, b in pairwise(edges)]
-
-
-class Partition(Dataset[Any]):
-    """The examples of `data` at the places `index`, in that order. Nothing is copied."""
-
-    def __init__(self, data: Sequence[Any], index: Sequence[int]) -> None:
-        self.data = data
-        self.index = index
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[self.index[index]]
-
-
-class DataPartitioner:
-    """Cuts `data` into shuffled, disjoint partitions.
-
-    Args:
-        data: anything with a length and integer indices.
-        sizes: the fraction of the data in each partition. They must be positive and sum to at
-            most 1. If they sum to 1, every example is in exactly one partition, for any length
-            of the data.
-        seed: of the shuffle; the same on all ranks.
-
-    Raises:
-        ValueError: sizes that are not positive, or sum to more than 1.
-    """
-
-    def __init__(self, data: Sequence[Any], sizes: Sequence[float], seed: int = 1234) -> None:
-        if not sizes or any(not size > 0 for size in sizes) or math.fsum(sizes) > 1 + 1e-9:
-            raise ValueError(
-                f"sizes {list(sizes)} sum to {math.fsum(sizes):g}: the fractions must be positive "
-                f"and sum to at most 1, for example [0.5, 0.5]"
-            )
-        self.data = data
-        indices = shuffled_indices(len(data), seed)
-        self.partitions: list[Sequence[int]]
-        if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
-            self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]  # like cards
-        else:
-            # Cut at the rounded running sums: rounding each size on its own could lose or repeat
-            # examples.
-            ends = [round(math.fsum(sizes[: r + 1]) * len(indices)) for r in range(len(sizes))]
-            self.partitions = [indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-
-    def use(self, partition: int) -> Partition:
-        """The partition of rank `partition`. Raises IndexError if there is no such rank."""
-        if not 0 <= partition < len(self.partitions):
-            raise IndexError(f"partition {partition} of {len(self.partitions)}, counted from 0")
-        return Partition(self.data, self.partitions[partition])
 
 
 @dataclass(frozen=True)
@@ -185,3 +131,59 @@ def partition_dataset(
     return DataLoader(
         data, batch_sampler=batches, collate_fn=collate_fn, generator=torch.Generator()
     )
+
+
+# The course's contracts, which no run calls
+
+
+class Partition(Dataset[Any]):
+    """The examples of `data` at the places `index`, in that order. Nothing is copied."""
+
+    def __init__(self, data: Sequence[Any], index: Sequence[int]) -> None:
+        self.data = data
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.index[index]]
+
+
+class DataPartitioner:
+    """Cuts `data` into shuffled, disjoint partitions. Equal ones are dealt out like cards; others
+    are consecutive stretches of the shuffled order.
+
+    Args:
+        data: anything with a length and integer indices.
+        sizes: the fraction of the data in each partition. They must be positive and sum to at
+            most 1. If they sum to 1, every example is in exactly one partition, for any length
+            of the data.
+        seed: of the shuffle; the same on all ranks.
+
+    Raises:
+        ValueError: sizes that are not positive, or sum to more than 1.
+    """
+
+    def __init__(self, data: Sequence[Any], sizes: Sequence[float], seed: int = 1234) -> None:
+        if not sizes or any(not size > 0 for size in sizes) or math.fsum(sizes) > 1 + 1e-9:
+            raise ValueError(
+                f"sizes {list(sizes)} sum to {math.fsum(sizes):g}: the fractions must be positive "
+                f"and sum to at most 1, for example [0.5, 0.5]"
+            )
+        self.data = data
+        indices = shuffled_indices(len(data), seed)
+        self.partitions: list[Sequence[int]]
+        if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
+            self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]  # like cards
+        else:
+            # Cut at the rounded running sums: rounding each size on its own could lose or repeat
+            # examples.
+            ends = [round(math.fsum(sizes[: r + 1]) * len(indices)) for r in range(len(sizes))]
+            self.partitions = [indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def use(self, partition: int) -> Partition:
+        """The partition of rank `partition`. Raises IndexError if there is no such rank."""
+        if not 0 <= partition < len(self.partitions):
+            raise IndexError(f"partition {partition} of {len(self.partitions)}, counted from 0")
+        return Partition(self.data, self.partitions[partition])

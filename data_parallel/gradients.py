@@ -73,7 +73,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """The same with one all-reduce per dtype: gradients are packed, reduced and copied back."""
-    for alike in in_groups(_gradients(model, group), sys.maxsize):
+    for alike in group_by_size(_gradients(model, group), sys.maxsize):
         flat = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
@@ -167,8 +167,8 @@ class GradientBuckets:
 
     All ranks must call finish() equally often; a rank with no examples left contributes zeros.
     Buckets leave in the same order on all ranks, and nothing else may be sent over `group` between
-    a backward and finish(). Who brings gradients to the parameters by other means than autograd
-    calls `ready` in the place of `watch`.
+    a backward and finish(). A caller that adds to p.grad without autograd calls `ready` after each
+    addition, and does not call `watch`.
 
     Args:
         parameters: of a model, each once, already on their device; frozen ones are skipped.
@@ -176,13 +176,13 @@ class GradientBuckets:
             between ranks, yet all must get the same bits. (With three or more ranks a number's
             place in its bucket may decide the order in which a ring adds.)
         group: the ranks to average over; by default all of them.
-        bucket_bytes: the largest bucket, unless a single parameter is larger; by default 25 MB on a
-            GPU, as in PyTorch, since each is a few kernels and GPUs fill it in a millisecond; 4 MB
-            on a CPU, which stay in the cores' caches.
+        bucket_bytes: the largest bucket, unless a single parameter is larger; by default 25 MiB on
+            a GPU, as in PyTorch, since each is a few kernels and GPUs fill it in a millisecond;
+            4 MiB on a CPU, which stay in the cores' caches.
         comm_dtype: the type in which gradients are sent and summed; by default their own.
-        recorder: is told of each bucket's `all_reduce`: if it travels while backward runs, from its
-            start to its result, else of averaging it in `finish`; and of the `barrier` after that,
-            for which only ranks that read each other's memory wait.
+        recorder: is told of each bucket's `all_reduce`. Where buckets travel while backward runs,
+            it lasts from the start to the result; where ranks read each other's memory, it is the
+            averaging in `finish`, and a `barrier` follows, which only such ranks wait for.
 
     Raises:
         ValueError: the model has nothing to train.
@@ -205,7 +205,7 @@ class GradientBuckets:
         self._device = trained[0].device
         most = bucket_bytes or (4 if self._device.type == "cpu" else 25) << 20
         separate = set(apart)  # only looked up in: its order may differ between ranks
-        groups = in_groups([p for p in trained if p not in separate], most)
+        groups = group_by_size([p for p in trained if p not in separate], most)
         groups += [[p] for p in trained if p in separate]
         self._communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
         self.buckets = [_Bucket(ps, self._communicator) for ps in groups]
@@ -317,7 +317,7 @@ class DistributedDataParallel(nn.Module):
         """Overwrites every rank's parameters and buffers with rank 0's, many at a time, since one
         broadcast per tensor would pay the latency for every bias."""
         tensors = [*self.module.parameters(), *self.module.buffers()]  # a shared one comes once
-        for alike in in_groups(tensors, BROADCAST_BYTES):
+        for alike in group_by_size(tensors, BROADCAST_BYTES):
             # bytes, since gloo does not send every dtype
             flat = torch.cat([t.detach().flatten().view(torch.uint8) for t in alike])
             dist.broadcast(flat, group=self.group, group_src=0)  # overwrites all but rank 0's
@@ -345,7 +345,7 @@ class DistributedDataParallel(nn.Module):
             )
 
 
-def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:
+def group_by_size(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:
     """Groups tensors, in their order, by type and device, into at most `most_bytes` each, unless a
     single one is larger. Groups come in the order in which they fill."""
     done: list[list[TensorT]] = []

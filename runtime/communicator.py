@@ -111,7 +111,9 @@ class Communicator:
         self, x: Tensor, dim: int, into: Tensor | None = None, accumulate: bool = False
     ) -> Finish:
         """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`. If
-        `x` is lent by `take`, it goes back with the end of the call.
+        `x` is lent by `take`, its memory goes back when the call is finished. Through shared
+        memory it goes back when an exchange that begins after that has been waited for: then all
+        ranks have read it.
 
         Args:
             into: memory for the result.
@@ -272,7 +274,7 @@ class Communicator:
         def finish() -> None:
             for rank, part in enumerate(parts):
                 if rank != self.rank:
-                    memory.read(rank, part if in_place else shard, part)
+                    memory.copy_from(rank, part if in_place else shard, part)
                 elif not in_place:
                     part.copy_(shard)
 

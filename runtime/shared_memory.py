@@ -11,8 +11,9 @@ Cost: an announcement takes 20 microseconds between two ranks, where an all-redu
 400 to 700. A stretch has more room than the host has memory for; the system allocates each page
 when it is first written to.
 
-Reuse: memory of an exchange is free when all ranks have read it. Ranks make the same calls, so all
-have read what I have read before I announced a call, once all have announced that call:
+Reuse: memory of an exchange is free when all ranks have read it. All ranks make the same calls in
+the same order. If this rank has read the memory of call j before it announces call k, so has every
+other; so when all have announced call k, the memory of call j is free:
 
     rank 0   write A | announce | read A's | write B | announce | read B's | write A | ...
     rank 1   write A | announce | read A's | write B | announce | read B's | write A | ...
@@ -47,8 +48,8 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 Wait = Callable[[], None]
 """Waits for something that was started. Call each once, in the order of the starts."""
 
-LETTERS = socket.AF_UNIX, socket.SOCK_DGRAM
-ROOM = 4  # the stretches of all ranks together, in memories of the host: addresses cost nothing
+DATAGRAMS = socket.AF_UNIX, socket.SOCK_DGRAM
+ADDRESSES_PER_BYTE = 4  # of all stretches together, per byte of the host's memory: they are free
 
 
 def aligned(nbytes: int) -> int:
@@ -84,7 +85,7 @@ class SharedMemory:
         self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
         self._done: list[Tensor] = []  # memory that this rank has no more use for
-        self._files = files  # for `read`
+        self._files = files  # for `copy_from`
         self._inboxes, self._outboxes = inboxes, outboxes
         for file in (*files.values(), *inboxes.values(), *outboxes.values()):
             weakref.finalize(self, os.close, file)
@@ -96,10 +97,10 @@ class SharedMemory:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         files, inboxes, outboxes = dict[int, int](), dict[int, int](), dict[int, int]()
         names, name = [b""] * size, b"\0" + os.urandom(16)  # abstract: in no folder
-        with socket.socket(*LETTERS) as inbound, socket.socket(*LETTERS) as outbound:
+        with socket.socket(*DATAGRAMS) as inbound, socket.socket(*DATAGRAMS) as outbound:
             try:
                 files[rank] = os.memfd_create("ranks")
-                pages = ROOM * os.sysconf("SC_PHYS_PAGES")
+                pages = ADDRESSES_PER_BYTE * os.sysconf("SC_PHYS_PAGES")
                 os.ftruncate(files[rank], mmap.PAGESIZE * pages)
                 mmap.mmap(files[rank], 0).close()  # all stretches: addresses may be limited
                 inbound.bind(name)
@@ -197,14 +198,14 @@ class SharedMemory:
         done, self._done = self._done, []
 
         def wait() -> None:
-            all_have_written()  # so all have read what I had read before
+            all_have_written()  # and have read `done`: each before it announced this call
             for memory in done:
                 self.pool.give(memory)
             self._done.append(own)
 
         return wait, lambda: read(views)
 
-    def read(self, rank: int, x: Tensor, into: Tensor) -> None:
+    def copy_from(self, rank: int, x: Tensor, into: Tensor) -> None:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
         target = memoryview(into.view(torch.uint8).numpy().data)

@@ -6,11 +6,13 @@ any schedule, without a cycle of ranks that wait for each other.
 Idea. Sends are asynchronous; their memory is kept until they are done. A receive is posted ahead,
 so that a message travels while its receiver computes. But a receive has a size, and the shapes of
 activations are known only when they arrive. Both ends have seen the same messages, so both expect
-the next one to be as long as the one before. The first transfer has exactly that size; what a
-longer message has left follows in a second one, which the first announces.
+the same length of the next one: that of the one before, but at most twice what they expected of
+that (`_next_size`). The first transfer has exactly the expected size; what a longer message has
+left follows in a second one, which the first announces. Of messages of 270,400 bytes each, the
+first seven take two transfers:
 
-    expected size     4096                        8192                  270400
-    transfers       | start, head, body .. | .. | ... | .. | ... | start, head, body | ...
+    expected      4096                          8192                              270400
+    transfers   | start, head, body .. | .. | start, head, body .. | .. | ... | start, head, body |
 
 So in a step most messages are one transfer, whose receive was posted when the previous one had
 arrived. All messages of one direction are one stream, in the order in which they were sent; one
@@ -108,8 +110,8 @@ class Link:
 
     def wait_for(self, transfers: list[InFlight]) -> Tensor:
         """Waits for the first of the transfers, and returns its memory. Gloo is told how long: it
-        would wait as long as its group allowed when that was made. NCCL, which does not wait,
-        would."""
+        would else wait as long as its group allowed when that was made. NCCL is told nothing: its
+        wait returns at once, and would not if it were given a time."""
         memory = transfers[0][1]
         time_out = [time_out_of(self._heads)] if memory.device.type == "cpu" else []
         attempt(transfers.pop(0)[0].wait, *time_out)
@@ -170,9 +172,10 @@ def open_links(
 
 
 def _next_size(size: int, expected: int) -> int:
-    """The size that both ends expect of the next message. A little shorter ones are padded, rather
-    than that the one after them takes two transfers; after a single long one, as the gradients of
-    an embedding, others are padded little."""
+    """The size that both ends expect of the next message. A message that is a little shorter than
+    expected is padded, and the expected size shrinks by at most a quarter: so a longer one after it
+    fits. It at most doubles: after a single long message, such as the gradients of an embedding,
+    others are padded little."""
     return min(max(size, expected * 3 // 4), 2 * expected)
 
 

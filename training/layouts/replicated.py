@@ -79,9 +79,8 @@ class Replicated(LaidOutModel):
         if world.world_size == 1:  # nothing to average
             return
         if args.gradient_sync == "overlap":
-            # By default as large as suits the backend, on which all hosts have agreed.
-            mb = args.bucket_mb
-            size = max(1, int(min(mb, 2**30) * 2**20)) if mb is not None else None
+            mib = args.bucket_mb  # None: as large as suits the device
+            size = max(1, int(min(mib, 2**30) * 2**20)) if mib is not None else None
             # Sends rank 0's weights to all, and hooks each parameter.
             self.net = self._ddp = ddp = DistributedDataParallel(
                 self.net, bucket_bytes=size, recorder=setup.timeline,
