@@ -67,8 +67,8 @@ def _show(results: Results) -> None:
     picture = plot_training(args.workdir / PICTURE, [args.workdir], foot)
     if any(args.workdir.glob("timeline_rank*.json")):
         results.say(
-            f"The recorded steps: python project/plot.py timeline {shlex.quote(str(args.workdir))} "
-            "draws them."
+            "To draw the recorded steps: python project/plot.py timeline "
+            f"{shlex.quote(str(args.workdir))}"
         )
     if any(args.workdir.glob("profile_rank*.json")):
         results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")

@@ -85,7 +85,7 @@ def train(
             totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
             bar.set_postfix_str(
                 f"loss {optimizer.loss_sum / max(1, step.count):.3f}, "
-                f"{totals.positions / totals.seconds:,.0f} tokens/s",
+                f"{totals.positions / totals.seconds:,.0f} positions/s",
                 refresh=False,
             )
             bar.update()

@@ -187,7 +187,8 @@ class Results:
         self.history.append((totals.seconds, summed[0]))
         self._say_row(
             str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
-            _number(score.value, 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in summed),
+            _number(score.value, 1), f"{totals.seconds:.{0 if totals.seconds > 9 else 2}f}s",
+            *(_number(x, 0) for x in summed),
         )  # fmt: skip
         self._say_speeds(epoch, totals.seconds, speeds[0])
 

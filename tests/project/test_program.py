@@ -113,7 +113,7 @@ def test_a_run_that_fails_gives_its_shared_memory_back(ranks: Ranks, tmp_path: P
 
 LEFT = r"(\d\d:\d\d|\?) left"
 MOVING = (
-    r"Epoch 1 \|.*\| step [1-9]\d* of 30, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
+    r"Epoch 1 \|.*\| step [1-9]\d* of 30, loss \d\.\d\d\d, [\d,]+ positions/s, " + LEFT,
     r"Validating \|.*\| batch \d of 1, " + LEFT,
     r"Translating \|.*\| text \d+ of \d+, " + LEFT,
 )

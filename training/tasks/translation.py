@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from training.launch.errors import UserError, counted
@@ -100,9 +101,11 @@ class TranslationTask(SequenceTask):
         return self.test
 
     def examples_to_show(self, generated: list[str]) -> str:
-        """The first translations beside their sources."""
+        """The first translations beside their sources. A long one, as of an untrained model, is
+        cut to a line."""
         src, tgt = self.args.src, self.args.tgt
         return "\n".join(
-            f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n  this model  {sentence}\n"
+            f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n"
+            f"  this model  {shorten(sentence, 120)}\n"
             for pair, sentence in zip(self.tested()[:SHOWN], generated, strict=False)
         )
