@@ -22,7 +22,7 @@ from docstring_parser import parse_from_object
 
 from project.strategies import STRATEGIES, owners, page_of
 from training.launch.errors import listed, open_streams, refuse
-from training.launch.signals import ASKED, answer, end
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import Axes, O, Options, option_names
 
 # What options are called by the courses, and by many.
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 def begin(kind: type[O], description: str | None) -> O:
     """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
     the process at once, before torch is imported, which takes seconds."""
-    answer(ASKED, end)
+    set_handlers(ENDING_SIGNALS, end_process)
     if sys.flags.optimize > 1:
         refuse("python -OO removes docstrings, of which the help is made; python -O works\n")
     return parse_options(kind, description)

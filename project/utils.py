@@ -16,7 +16,7 @@ from torch import nn
 
 from training.files import PICTURE, writing
 from training.launch.errors import RunError, UserError, leave, refuse, torchrun
-from training.launch.signals import ASKED, Ended, end, handled
+from training.launch.signals import ENDING_SIGNALS, Ended, end_process, handlers
 from training.launch.world import World, quiet_libraries
 from training.loop import evaluate_loss, train
 from training.options import Options
@@ -79,7 +79,7 @@ def run_program(main: Callable[[], None]) -> None:
     """Runs a program. A user's mistake ends it with one line and status 2, a RunError with one line
     and status 1, a signal such as Ctrl-C with status 128 + signal; none prints a traceback."""
     quiet_libraries()
-    with handled(ASKED, end):
+    with handlers(ENDING_SIGNALS, end_process):
         try:
             main()
             sys.stdout.flush()

@@ -69,7 +69,8 @@ def dropout(x: Tensor, p: float, keys: Keys, where: int, *index: Index) -> Tenso
     Args:
         x: [B, T, C], or [B, H, T, C].
         where: the `site_of` this dropout.
-        index: of dimension 1 (positions or heads), and so on; by default 0.
+        index: where `x` is in the whole tensor along dimension 1 (positions or heads), then along
+            dimension 2, and so on; by default at 0.
     """
     if p == 0:
         return x

@@ -1,9 +1,9 @@
 """Memory that is lent for a moment: a layer's gathered parameters, or its gradients in transit.
 
 Allocating anew for each layer would cost a page fault per 4 KiB, and keeping memory for every layer
-would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of two: in
-all at most four times the largest blocks lent at the same time. Pages that are never written to
-take no memory. CUDA's own allocator keeps memory already.
+would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of two.
+If at most k tensors are lent at a time, the largest of L bytes, the pool holds at most 4 k L bytes.
+Pages that are never written to take no memory. CUDA's own allocator keeps memory already.
 """
 
 from __future__ import annotations

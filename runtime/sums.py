@@ -17,7 +17,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single term is
-    returned as it is. `out`: memory for the sum of wider numbers."""
+    returned as it is. `out`: memory of the type `wide`, in which two or more terms are added up."""
     if len(terms) == 1:
         return terms[0]
     total = torch.add(terms[0].to(wide(terms[0])), terms[1], out=out)  # in the wide type

@@ -34,7 +34,7 @@ from training.tasks.task import stream
 from training.timeline import profiled
 
 from .launch.errors import RunError
-from .launch.signals import NOTICED, Ended, ended_by_notice, heeded
+from .launch.signals import NOTICES_GIVEN, Ended, notice_raises, notice_sets_flag
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
@@ -77,7 +77,7 @@ def train(
             if average_gradients_fn is not None:  # other layouts combine theirs in backward
                 average_gradients_fn(cast(nn.Module, model.module))
             # All ranks meet here: they decide alike whether to update, from the same numbers.
-            counts = Counts(step.positions, step.tokens, bool(NOTICED))
+            counts = Counts(step.positions, step.tokens, bool(NOTICES_GIVEN))
             remark = optimizer.step(loss, step.count, counts)
             if remark is not None and rank == 0:
                 bar.write(remark)
@@ -176,7 +176,11 @@ def run(
         timeline.end_step()
         note("next batch")
 
-    with heeded(), saving.before_the_end(), profiled(timeline, args.profile, args.workdir):
+    with (
+        notice_sets_flag(),
+        saving.before_the_end(),
+        profiled(timeline, args.profile, args.workdir),
+    ):
         if args.num_batches is None and done == 0 and not args.benchmark_only:
             note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
@@ -213,7 +217,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
-    with model.evaluating(), ended_by_notice():
+    with model.evaluating(), notice_raises():
         loss, accuracy = evaluate_loss(world, task, model)
         if not math.isfinite(loss):
             said = f"{when}: the validation loss is {loss}"

@@ -14,11 +14,10 @@ the same numbers:
     {"epoch": 0, "step": 79, "training_loss": 1.9, "validation_loss": 1.4, "bleu": 22.9}
 
 `step` is the number of steps done in the whole run. Speeds are summed over all ranks;
-`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. A position of GPT-2
-with P parameters, L blocks of width C and sequences of T takes about 6 P + 12 L C T operations.
+`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding.
 
-At the end summary.json is made from it: speed, memory and the loss of every step. options.json has
-the run's options; config.json and tokenizer.json describe the model. Figures are drawn from these
+At the end summary.json is written: speed, memory and the loss of every step. options.json has the
+run's options; config.json and tokenizer.json describe the model. Figures are drawn from these
 files. File names count epochs from 0, as in the course, and so do metrics.jsonl's; the table,
 figures and messages count from 1.
 
@@ -215,8 +214,8 @@ class Results:
             write_json(self.args.workdir / f"{who}gen_epoch{epoch}.json", content)
 
     def summarize(self) -> None:
-        """Writes summary.json, from which runs are compared, from metrics.jsonl, which ends with
-        the last evaluation; bytes are per rank."""
+        """Writes summary.json, by which runs are compared. Losses and seconds are read back from
+        metrics.jsonl, whose last line is the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
         memory = (peak_bytes(world.device), model.state_bytes())
         peaks, states = zip(*world.gather(memory), strict=True)  # by rank

@@ -66,10 +66,10 @@ class Resume:
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
 
     def check_data(self, fingerprint: str) -> None:
-        """Raises UserError if the run that was saved had other training data."""
+        """Raises UserError if the run that was saved had other training data. A checkpoint of an
+        older version, which has no fingerprint, is not compared."""
         if self.checkpoint is None:
             return
-        # What an older version has not saved is no difference.
         if self.checkpoint.state.get("examples", fingerprint) != fingerprint:
             raise UserError(
                 f"--resume: {self.checkpoint.folder.name} was trained on other data of the same "
@@ -81,10 +81,11 @@ NO_RESUME = Resume(None)
 
 
 def as_it_was(args: O, *strategies: str) -> O:
-    """With --resume, the program's options of the run whose newest intact checkpoint is in the
-    workdir, but those that were typed, and checks: a flag cannot be taken back. The layout is taken
-    if that run had one of `strategies`, none of the layout was typed, and torchrun does not decide
-    how many ranks there are."""
+    """With --resume, the options with the values that they had in the run whose newest intact
+    checkpoint is in the workdir. Those that were typed keep their values. So do --check_weights and
+    --check_output, since a flag that is set cannot be unset by typing. The options of the layout
+    are taken from that run if it had one of `strategies`, no option of the layout was typed, and
+    torchrun does not decide how many ranks there are."""
     checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
     saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
     left = {"workdir", "check_weights", "check_output", *args.typed}

@@ -15,7 +15,7 @@ from training.files import CHECKPOINTS, TOKENS
 from training.options import Options
 
 from .launch.errors import UserError, torchrun
-from .launch.signals import ASKED, end, handled
+from .launch.signals import ENDING_SIGNALS, end_process, handlers
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
     def say_what_is_saved(number: int, _: object) -> None:
         saved = names(args.workdir / CHECKPOINTS)
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
-        end(
+        end_process(
             number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the step "
             "first, and --save_every every so many.)\n",
         )  # fmt: skip
@@ -41,7 +41,7 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
             _lock(folder, args.workdir)
             for part in args.workdir.glob(f"{TOKENS}/**/*.part"):  # of a run that was killed
                 shutil.rmtree(part, ignore_errors=True)
-        with handled(ASKED, say_what_is_saved):
+        with handlers(ENDING_SIGNALS, say_what_is_saved):
             yield
     finally:
         os.close(folder)

@@ -17,7 +17,7 @@ from typing import Any
 
 def set_traps(folder: Path) -> None:
     """Makes this rank write its steps down, and wait where there is a trap."""
-    from training.launch.signals import NOTICED
+    from training.launch.signals import NOTICES_GIVEN
     from training.resume import Saving
 
     rank, after_step = os.environ["RANK"], Saving.after_step
@@ -33,7 +33,7 @@ def set_traps(folder: Path) -> None:
         if trap.exists():
             trap.write_text(str(os.getpid()))
             there = trap.rename(folder / trap.name.replace("trap", "caught"))
-            while there.exists() and not NOTICED:
+            while there.exists() and not NOTICES_GIVEN:
                 time.sleep(0.01)
             there.unlink(missing_ok=True)
 

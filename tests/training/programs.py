@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from training.launch import launch as launcher
 from training.launch.errors import UserError, refuse, torchrun_world_size
-from training.launch.signals import ASKED, end, handled
+from training.launch.signals import ENDING_SIGNALS, end_process, handlers
 from training.launch.world import World
 from training.options import Options
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     settings = Options(
         world_size=torchrun_world_size() or 2, model="vgg16", device="cpu", timeout=60
     )
-    with handled(ASKED, end):
+    with handlers(ENDING_SIGNALS, end_process):
         try:
             launcher.launch(globals()[name], settings, *map(Path, folders))
         except UserError as error:

@@ -35,13 +35,13 @@ def test_what_a_killed_run_has_half_written_is_removed_by_the_next_one() -> None
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
-from training.launch.signals import ASKED, answer, end
+from training.launch.signals import ENDING_SIGNALS, set_handlers, end_process
 from training.options import Options
 from training.workdir import alone_in_workdir
 
 number, handler = int(sys.argv[1]), sys.argv[2]
 signal.signal(number, getattr(signal, handler))
-answer(ASKED, end)
+set_handlers(ENDING_SIGNALS, end_process)
 with alone_in_workdir(Options(workdir=Path("work"))):
     try:
         os.kill(os.getpid(), number)

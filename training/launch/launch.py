@@ -54,7 +54,14 @@ from training.options import VGG, Options
 from .errors import RunError, UserError, format_error, leave, say, torchrun, torchrun_world_size
 from .last_actions import in_file, table
 from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
-from .signals import ASKED, NOTICED, NOTICES, OF_TERMINAL, answer, heeded
+from .signals import (
+    ENDING_SIGNALS,
+    NOTICE_SIGNALS,
+    NOTICES_GIVEN,
+    TERMINAL_SIGNALS,
+    notice_sets_flag,
+    set_handlers,
+)
 from .world import LastAction, World, choose_device, quiet_libraries
 
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
@@ -101,7 +108,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
     processes: list[Any] = []
     pipes = []
     # Until a rank has handlers of its own no signal reaches it: see `_rank_main`.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         for rank in range(settings.world_size):
             ours, theirs = context.Pipe()
@@ -115,9 +122,9 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
         _store = host_store(listener, settings.timeout)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        with heeded(processes):
+        with notice_sets_flag(processes):
             report = watch(processes, pipes, settings.timeout, last)  # until the end of the run
-            notices = [*NOTICED]
+            notices = [*NOTICES_GIVEN]
     finally:
         for process in processes:
             process.kill()
@@ -187,10 +194,10 @@ def _rank_main(
     """The main of a rank that the program starts. Reports how it has ended."""
     _end_with_parent()
     # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Notice ends a
-    # rank at once, also while it waits in C, until `heeded`.
-    answer(OF_TERMINAL, signal.SIG_IGN)
-    answer(NOTICES, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+    # rank at once, also while it waits in C, until `notice_sets_flag`.
+    set_handlers(TERMINAL_SIGNALS, signal.SIG_IGN)
+    set_handlers(NOTICE_SIGNALS, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     report: Report = None
     try:
         world = World(rank, settings.world_size, rank, last=last[rank])
@@ -206,7 +213,7 @@ def _rank_main(
 def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
     """The same for a rank that torchrun starts."""
     _end_with_parent()
-    answer(ASKED, signal.SIG_DFL)
+    set_handlers(ENDING_SIGNALS, signal.SIG_DFL)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../ATTEMPT/RANK/error.json
@@ -218,7 +225,7 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
         raise
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
-        answer([signal.SIGTERM], signal.SIG_IGN)  # torchrun ends this rank, too
+        set_handlers([signal.SIGTERM], signal.SIG_IGN)  # torchrun ends this rank, too
         say(table(last, rank - local_rank))
         time.sleep(SEEN)
         leave("", 1)

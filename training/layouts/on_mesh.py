@@ -37,8 +37,9 @@ class MeshLayout(LaidOutModel):
 
     Attributes:
         cut_task: the task's layers, as this rank has them.
-        data_ranks: which hold the same, and average or shard it.
-        forward_ranks: which meet in a forward.
+        data_ranks: the ranks with the same layers and, experts aside, the same parts of matrices.
+            They average the gradients of these, or share them out as shards.
+        forward_ranks: the ranks that take part in the same forward.
     """
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
@@ -52,7 +53,8 @@ class MeshLayout(LaidOutModel):
 
     @property
     def sentences(self) -> tuple[int, int]:
-        """Each replica has its own, as positions are not cut where sentences grow."""
+        """Each data rank continues its own sentences. So do the ranks of the context axis, since a
+        sentence that grows is not cut by positions."""
         return self.data_ranks.rank, self.data_ranks.size
 
     def data_axes(self, name: str) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ class MeshLayout(LaidOutModel):
         None on a rank that has run out of data."""
 
     def outputs(self, x: Any) -> Tensor | None:
-        """The logits of all tokens, on the first rank of the axes of tensors and contexts."""
+        """The logits of all tokens, on the first rank of the tensor axis and the context axis."""
         context_ranks, places = self.cut_task.context_ranks, None
         if x is not None and context_ranks.size > 1:
             numbers = torch.arange(len(numbers_of_targets(x.targets)), device=x.hidden.device)

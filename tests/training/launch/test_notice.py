@@ -29,7 +29,7 @@ from tests.warm import Terminal
 from training.checkpoint import Saver
 from training.files import ENDED
 from training.launch.errors import GRACE, UserError
-from training.launch.signals import NOTICED, Ended, ended_by_notice, heeded
+from training.launch.signals import NOTICES_GIVEN, Ended, notice_raises, notice_sets_flag
 from training.launch.world import World
 from training.resume import Saving
 
@@ -47,10 +47,10 @@ def test_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     SIGTERM twice, as `timeout` sends it, is one."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda *call: sent.append(call))
-    with heeded([psutil.Process()]):
+    with notice_sets_flag([psutil.Process()]):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
-        assert [*NOTICED] == [signal.SIGUSR1, signal.SIGTERM]
+        assert [*NOTICES_GIVEN] == [signal.SIGUSR1, signal.SIGTERM]
     assert sent == [(os.getpid(), signal.SIGUSR1)]
 
 
@@ -133,11 +133,11 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
     args = parse_train(["single", "--model", "gpt2-mini", "--workdir", str(tmp_path)])
     saving = object.__new__(Saving)
     saving.world, saving.args, saving.saver, saving.saved = World(), args, Saver(tmp_path), 0
-    with heeded(), pytest.raises(RuntimeError, match="a bug"), saving.before_the_end():
+    with notice_sets_flag(), pytest.raises(RuntimeError, match="a bug"), saving.before_the_end():
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert NOTICED
+        assert NOTICES_GIVEN
         raise RuntimeError("a bug")
-    assert not NOTICED  # what comes after the run, in the same process, is not asked to end
+    assert not NOTICES_GIVEN  # what comes after the run, in this process, is not asked to end
     with pytest.raises(Ended, match="no step is saved"), saving.before_the_end():
         raise Ended
     assert not (tmp_path / ENDED).exists()
@@ -147,13 +147,13 @@ def test_in_an_evaluation_a_rank_ends_that_waited_for_one_that_has_ended() -> No
     """If it was given notice, too."""
     lost = dist.HashStore()  # type: ignore[attr-defined]
     lost.set_timeout(timedelta(seconds=0.3))
-    with heeded():
-        with pytest.raises(dist.DistError), ended_by_notice():
+    with notice_sets_flag():
+        with pytest.raises(dist.DistError), notice_raises():
             lost.get("the other")
-        with pytest.raises(Ended), ended_by_notice():
+        with pytest.raises(Ended), notice_raises():
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             lost.get("the other")
-        with pytest.raises(Ended), ended_by_notice():  # it was given notice before
+        with pytest.raises(Ended), notice_raises():  # it was given notice before
             pass
 
 
