@@ -133,9 +133,10 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
             target=worker, args=(in_queue, out_queue, device), name=f"pipe-{device}", daemon=True
         )
         in_queue.thread = out_queue.thread = thread
+        if device in cpus:  # a Task may be refused: before the thread starts, which would stay
+            in_queue.put(Task(partial(_take_cores, cpus.index(device), len(cpus))))
         thread.start()
         if device in cpus:
-            in_queue.put(Task(partial(_take_cores, cpus.index(device), len(cpus))))
             out_queue.get()  # one at a time: each sets the default
     torch.set_num_threads(callers_threads)  # the last worker's count is the default now
     return [queues[name][0] for name in names], [queues[name][1] for name in names]

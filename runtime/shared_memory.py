@@ -79,6 +79,8 @@ class SharedMemory:
     ) -> None:
         each = os.fstat(files[rank]).st_size // len(files)
         self.maps = [mmap.mmap(files[r], each) for r in range(len(files))]
+        for one in self.maps:  # a core dump would read all of it, and so allocate every page
+            one.madvise(mmap.MADV_DONTDUMP)
         self.rank, self.group = rank, group
         self._begin = self._view(rank, 0, 1, torch.uint8).data_ptr()  # an address
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))

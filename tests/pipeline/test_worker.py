@@ -25,6 +25,7 @@ from tests.pipeline.pipeline_models import (
     batch,
     cut,
     in_one_process,
+    pipe_threads,
     take_gradients,
     tower,
 )
@@ -87,3 +88,7 @@ def test_a_mode_that_would_not_see_the_workers_is_refused(
         with mode(), pytest.raises(RuntimeError, match=r"^\w*Mode is active in this thread"):
             pipe(batch(4)[0])
         pipe(batch(4)[0])
+    before = pipe_threads()
+    with mode(), pytest.raises(RuntimeError, match=r"^\w*Mode is active in this thread"):
+        Pipe(cut(tower()))
+    assert pipe_threads() == before  # no thread waits for ever

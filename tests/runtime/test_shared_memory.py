@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -29,6 +30,15 @@ def test_announcements_are_compared_in_order(rank: int, _world_size: int) -> Non
         wait()
     with pytest.raises(RuntimeError, match="the ranks diverged"):
         memory.announce("sum", rank == 2)()
+
+
+@on_ranks(2)
+def test_no_core_dump_has_the_memory(_rank: int, _world_size: int) -> None:
+    """Or the kernel would allocate four times the host's memory for it."""
+    memory = opened()
+    maps = Path("/proc/self/smaps").read_text().split("/memfd:ranks")[1:]  # of each, its flags
+    dumped = [text for text in maps if " dd" not in text.split("VmFlags:")[1].split("\n")[0]]
+    assert len(maps) >= len(memory.maps) == 2 and not dumped
 
 
 @on_ranks(3)
