@@ -143,7 +143,7 @@ class Compared:
     @cached_property
     def waits(self) -> dict[str, list[Gap]]:
         """Per worker, every measured gap, with what the predicted one before the same action waits
-        for, and its seconds by cause."""
+        for. Its causes are that one's, as long as that one; the rest was not predicted."""
         predicted = {}
         for gap in sorted(self.predicted.gaps, key=lambda gap: gap.end - gap.start):
             predicted[gap.rank, gap.before] = gap  # of two at the end of the step the longer one
@@ -156,19 +156,23 @@ class Compared:
             busy.append((self.measured, self.measured, None))
             for start, end, before in sorted(busy, key=lambda each: each[:2]):
                 if start - free > 1e-3 * self.measured:
-                    like = predicted.get((r, before))
-                    causes = like.causes if like else {NOT_PREDICTED: 0.0}
-                    needs = like.waits_for if like else None
-                    gaps_of[name].append(Gap(r, free, start, before, needs, causes))
+                    like = predicted.get((r, before), Gap(r, 0.0, 0.0, before, None, {}))
+                    length = sum(like.causes.values()) or 1.0
+                    part = min(1.0, (start - free) / length)
+                    causes = {cause: part * seconds for cause, seconds in like.causes.items()}
+                    causes[NOT_PREDICTED] = start - free - sum(causes.values())
+                    gaps_of[name].append(Gap(r, free, start, before, like.waits_for, causes))
                 free = max(free, end)
         return gaps_of
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
         """Per worker, its idle seconds by each cause that occurs in the step."""
-        causes = dict.fromkeys(gap.cause for gaps in self.waits.values() for gap in gaps)
+        causes = dict.fromkeys(
+            cause for gaps in self.waits.values() for gap in gaps for cause in gap.causes
+        )
         return {
-            name: {c: sum(gap.end - gap.start for gap in gaps if gap.cause == c) for c in causes}
+            name: {cause: sum(gap.causes.get(cause, 0.0) for gap in gaps) for cause in causes}
             for name, gaps in self.waits.items()
         }
 
