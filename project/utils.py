@@ -6,6 +6,7 @@ translation is training/tasks/generation.py.
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from collections.abc import Callable
@@ -85,6 +86,10 @@ def run_program(main: Callable[[], None]) -> None:
             sys.stdout.flush()
         except BrokenPipeError:  # its reader has ended, such as `| head`
             leave("", 1)  # before Python itself flushes
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            leave(f"{error}; make room there, or write elsewhere\n", 1)
         except Ended as notice:
             if torchrun("LOCAL_RANK", 0):  # all ranks are here; the first of each host says it
                 leave("", notice.status)

@@ -187,8 +187,11 @@ def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
 def test_output_that_nobody_reads_any_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after `| head` has ended: a line of a run, nothing of another program, no traceback."""
+    """As after `| head` has ended: a line of a run, nothing of another program, no traceback. A
+    full disk is said."""
+    full = OSError(errno.ENOSPC, "No space left on device")
     for write, said in (
+        (Mock(side_effect=full), r".*No space left on device; make room there, .*\n"),
         (lambda: show("a row"), r".* standard output: cannot be written \(Broken pipe\); .*\n"),
         (partial(print, "a row"), ""),  # written by Python itself, at its end
     ):
