@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .graph import memory_of
 from .pool import Pool, private_pool
 from .recorder import Recorder, acting
 from .shared_memory import SharedMemory, Wait, require_agreement
@@ -307,6 +308,7 @@ class Communicator:
         return self._memory if device.type == "cpu" and self.comm_dtype is None else None
 
     def _pool_of(self, device: torch.device) -> Pool:
+        device = memory_of(device)  # tensors on cuda say that they are on cuda:0
         if device not in self._pools:
             memory = self._memory_of(device)
             self._pools[device] = memory.pool if memory else private_pool(device)

@@ -237,6 +237,14 @@ def test_an_update_is_recorded_on_the_device_of_its_stage() -> None:
 
 
 @on_device
+def test_lent_memory_goes_back_to_a_device_without_a_number() -> None:
+    mine = communicator.Communicator()
+    whole = mine.take(8, torch.float32, torch.device("cuda"))
+    mine.start_reduce_scatter(whole, 0)()
+    assert [pool._lent for pool in mine._pools.values()] == [{}]
+
+
+@on_device
 def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     """Torch's own default is tf32 in convolutions."""
     backends: Any = torch.backends
