@@ -143,7 +143,7 @@ def make_parser(kind: type[Options], description: str | None, strategy: str | No
         for name in option_names(group):
             text, default = helps[name], getattr(kind, name)
             if not (default is None or isinstance(default, bool) or "default" in text):
-                text += f" [{default}]"
+                text += f"; default: {default}"
             if strategies and strategy not in owners(name):
                 text = argparse.SUPPRESS
             section.add_argument(*spellings(name), **values_of(hints[name]), help=text)
@@ -175,5 +175,6 @@ def values_of(hint: Any) -> dict[str, Any]:
         return {"choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is Annotated:
         rule = hint.__metadata__[0]  # the words that may be typed, or what reads one
-        return {"choices": rule} if isinstance(rule, tuple) else {"type": rule, "metavar": "N"}
+        name = "TRUE|FALSE" if get_args(hint)[0] is bool else "N"
+        return {"choices": rule} if isinstance(rule, tuple) else {"type": rule, "metavar": name}
     return {"type": hint}

@@ -50,13 +50,13 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--export", type=Path, metavar="NEW",
         help="only write model and tokenizer there, for transformers")  # fmt: skip
     add("--temperature", type=TEMPERATURE, default=0.0, metavar="T",
-        help="sample tokens, from logits divided by this [0: take the most probable]")  # fmt: skip
-    add("--seed", type=whole, default=0, help="of the samples [0]")
+        help="sample tokens, from logits divided by T; default: 0, the most probable")  # fmt: skip
+    add("--seed", type=whole, default=0, help="of the samples; default: 0")
     add("--max_new_tokens", type=count, default=128, metavar="N",
-        help="per line out, as far as the model's length allows [128]")  # fmt: skip
-    add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
+        help="per line out, as far as the model's length allows; default: 128")  # fmt: skip
+    add("--batch_size", type=count, default=128, metavar="N", help="lines at a time; default: 128")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: a GPU if there is one")  # fmt: skip
+        help="auto: a GPU if there is one; default: auto")  # fmt: skip
     args = parser.parse_intermixed_args(argv)  # text may follow options
     if args.text and args.export:
         parser.error("TEXT and --export: one works at a time; leave out the other")

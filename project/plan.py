@@ -92,12 +92,12 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add_fields(made.add_argument_group("layout"), Layout)
         option = made.add_argument_group("machine").add_argument
         option("--machine", default="a100-80gb", help=f"{', '.join(machines())}, a YAML file, "
-               "or this, which measures this computer in under a minute (%(default)s)")  # fmt: skip
+               "or this, which measures this computer in a minute; default: a100-80gb")  # fmt: skip
         option("--network", help=f"GB/s of a node, or {', '.join(NETWORKS)}")
         option("--link", help=f"GB/s of a GPU in its node, or {', '.join(LINKS)}")
         made.set_defaults(precision="bf16", run=run)
         if name == "search":
-            made.add_argument("--top", type=count, default=5, help="layouts to show (%(default)s)")
+            made.add_argument("--top", type=count, default=5, help="layouts to show; default: 5")
     text = "Time a schedule. Times are in any unit: one number, or one per rank, e.g. 10,10,12."
     made = commands.add_parser("simulate", description=text, help=text)
     made.set_defaults(run=run_simulate)

@@ -36,7 +36,7 @@ FIGURES = {
     "tokens_per_sec": "tokens per second of runs, padding included, beside the ideal",
     "throughput": "examples per second of runs, beside the ideal",
     "training": "losses and score of runs after each epoch",
-    "timeline": "what each worker did when in one step, beside the ideal",
+    "timeline": "what each worker did when in one step; of a pipeline, above its ideal",
     "split_time": "computation, exposed communication and idle time of a step",
     "memory": "parameters, gradients, optimizer state and peak of each rank",
     "schedule": "clock table of a schedule, printed and drawn",
@@ -57,14 +57,14 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         option("runs", nargs=1 if name == "timeline" else "+", metavar="RUN",
                help="a run's workdir; or e.g. ddp=1 ddp=2, or ddp fsdp")  # fmt: skip
         option("--workdir", type=Path, metavar="DIR", default=WORKDIR,
-               help="folder of the runs' folders (%(default)s)")  # fmt: skip
+               help="folder of the runs' folders; default: workdir")  # fmt: skip
         if name == "timeline":
-            option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
-    option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
+            option("--step", type=count, metavar="K", help="from 1; default: one of median length")
+    option("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: 1f1b")
     option("--num_devices", "--stages", type=count, metavar="K", default=4,
-           help="ranks; each has one stage, two where they stand in a V (4)")  # fmt: skip
-    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="(8)")
-    option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved (2)")
+           help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
+    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="default: 8")
+    option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved; default: 2")
     return parser.parse_args(argv)
 
 

@@ -41,6 +41,7 @@ pipeline
 model
     Model parallelism. The layers are cut into stages, and the whole batch goes through them at
     once: one rank computes, and the others wait. It saves memory. `pipeline` saves time, too.
+    (In run_pipeline.py --model_parallel_mode model_parallel micro-batches go one after another.)
 
     python project/train.py model --num_workers 2 --num_batches 2 --check_weights --check_output
     python project/train.py model --num_workers 4 --balance uniform

@@ -93,7 +93,7 @@ class Training:
     """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
     shorter run"""
     max_grad_norm: Positive | None = None
-    """clip the global gradient norm to this, e.g. 1.0; off by default"""
+    """clip the global gradient norm to this, e.g. 1.0; default: off"""
     on_nan: Literal["stop", "skip"] = "stop"
     """if a loss or gradient is not finite: stop the run, or skip the step"""
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
@@ -111,9 +111,9 @@ class Training:
     """micro-batches per step; default: 4 in a pipeline; otherwise 1 on a GPU, and on a CPU the
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """for which micro-batches to compute activations again in backward, to save memory;
-    except_last: for none where one is held at a time; sqrt: for all, keeping the inputs of about
-    sqrt(L) of L layers, but of every layer that is cut into shards"""
+    """the micro-batches whose activations are computed again in backward, to save memory;
+    except_last: none where one is held at a time; sqrt: all, and about sqrt(L) of a stage's L
+    layers keep their inputs (of ZeRO-3 all L)"""
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Processes:
     world_size: Count = UNSET
     """number of processes; default: 2, or as many as torchrun starts"""
     cores_per_rank: Count | None = None
-    """CPU cores per process; by default all cores are divided evenly"""
+    """CPU cores per process; default: all cores, evenly divided"""
     compile: bool = False
     """torch.compile each layer and the loss: faster on a GPU, once half a minute of compiling is
     over"""
@@ -207,13 +207,13 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: ScheduleName = "1f1b"
-    """order of work: gpipe, 1f1b (default) or zb; interleaved, zbv, vhalf, vmin and dualpipev have
-    several stages per device"""
+    """order of work: gpipe, 1f1b or zb; interleaved, zbv, vhalf, vmin and dualpipev have several
+    stages per device; default: 1f1b"""
     chunks: Count = UNSET
     """stages per device, for --schedule interleaved; default: 2"""
     balance: str = "auto"
-    """how blocks are split into stages: auto (default) balances measured time and may cut inside a
-    block; uniform; or blocks per stage, e.g. 3,5"""
+    """how blocks are split into stages: auto balances measured time and may cut inside a block;
+    uniform; or blocks per stage, e.g. 3,5"""
 
 
 @dataclass
@@ -255,8 +255,8 @@ class Axes:
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is least if all experts are used alike; 0: none"""
     zero: Literal[1, 2, 3] | None = None
-    """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 (default of fsdp) the
-    parameters, too; 3d has 1 and 3"""
+    """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
+    1 and 3; default: 3 in fsdp, elsewhere none"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """with --check_weights prefer sgd: AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = 0.9
@@ -275,10 +275,11 @@ class Threads:
     """devices"""
 
     model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
-    """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
-    stages that compute at the same time, on different micro-batches"""
+    """none: one device; model_parallel: stages that compute one at a time, a micro-batch through
+    all of them before the next (train.py model: the whole batch at once); pipeline_parallel: stages
+    that compute at the same time, on different micro-batches"""
     num_devices: Count = UNSET
-    """number of stages: GPUs, by default all of them, or slices of the CPU cores, by default 2"""
+    """number of stages, on GPUs or on slices of the CPU cores; default: all GPUs, or 2 slices"""
     pipeline: Literal["whole", "blocks"] = "whole"
     """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
     both on the first device"""
@@ -289,8 +290,9 @@ class DataParallel:
     """data parallelism"""
 
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
-    """how gradients are averaged: one all-reduce per parameter after backward, one for all, or
-    buckets that leave while backward runs (CPU ranks of one host read them after it)"""
+    """how gradients are averaged: per_parameter: an all-reduce for each parameter, after backward;
+    flat: one for all; overlap: one for each bucket, while backward runs (CPU ranks of one host read
+    buckets after it)"""
     bucket_mb: Positive | None = None
     """size of a bucket in MiB, for --gradient_sync overlap; default: 25 on a GPU, 4 on a CPU"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"

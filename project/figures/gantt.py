@@ -53,9 +53,13 @@ def draw_step(path: Path, step: Compared, below: str, foot: str = "") -> Path:
     panels: dict[str, Workers] = {"measured": step.events}
     title = f"step {step.step + 1}: measured {1e3 * step.measured:.1f} ms, {step.bubble:.1%} idle"
     if below == "predicted" or len(step.ranks) > 1:  # without stages, the ideal is just the mean
-        panels[below] = events_of(simulated)
+        rows = events_of(simulated)
+        same = len(rows) == len(step.events)  # else a row is of several replicas
+        panels[below] = dict(zip(step.events, rows.values(), strict=True)) if same else rows
         title += f"; {below} {1e3 * simulated.seconds:.1f} ms, {simulated.bubble:.1%} idle"
     foot = "; ".join(filter(None, [foot, "idle: of the time from the first action to the last"]))
+    if "ideal" in panels:
+        foot += "; ideal: every action takes the mean of its kind, messages take no time"
     return draw_gantt(path, panels, step.ranks, title, foot)
 
 
@@ -97,9 +101,10 @@ def draw_gantt(
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers), 0.86, color=FAINT)
                 draw_row(ax, y, events, total, ranks)
-                kinds |= {EVENT_KINDS[event.kind][0] for event in events}
+                seen = total / CHARACTERS  # a point
+                kinds |= {EVENT_KINDS[e.kind][0] for e in events if e.end - e.start > seen}
             ax.grid(visible=False)
-            ax.set_title(heading, weight="bold")
+            ax.set_title(heading if len(panels) > 1 else "", weight="bold")
             labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
             ax.set_yticks(range(len(workers)), labels)
             ax.set(ylim=(len(workers) - 0.5, -0.5), xlim=(0, total))
@@ -113,7 +118,9 @@ def draw_row(
 ) -> None:
     """Draws a box per event, and recomputation over the backward that it is a part of. An action
     has the number of its micro-batch, with the letter of its chunk if there are several, unless it
-    is so short that nobody could read it. Messages are thinner, at the foot of the row."""
+    is so short that nobody could read it; of an action's layers, one has it. Messages are
+    thinner, at the foot of the row."""
+    labelled = set()
     for event in sorted(events, key=lambda e: (e.lane == COMMUNICATION, e.kind == "R")):
         sent = event.lane == COMMUNICATION
         width, colour = event.end - event.start, COLOURS[EVENT_KINDS[event.kind][0]]
@@ -125,5 +132,6 @@ def draw_row(
         if len(ranks) > 1:
             number = name_of(Action(FORWARD, max(0, event.stage), event.microbatch), ranks)[1:]
         size = min(10, CHARACTERS * width / total / len(number))  # in points
-        if event.kind in ACTIONS and size > 5:
+        if event.kind in ACTIONS and size > 5 and (event.kind, number) not in labelled:
+            labelled.add((event.kind, number))
             ax.bar_label(box, [number], label_type="center", size=size)

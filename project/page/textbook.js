@@ -41,10 +41,10 @@ function textbook(schedule, n, m, v, { F, I, W }) {
   const row = (idle, held, when, holds) => ({ idle, held, when, holds });
   switch (schedule) {
     case "gpipe": return row(whole, [m, "m"], equal, true);
-    case "1f1b": return row(whole, [Math.min(m, n), "n, or m if that is less"], equal, true);
+    case "1f1b": return row(whole, [Math.min(m, n), "min(n, m)"], equal, true);
     case "sequential": return row([(n - 1) / n, "(n-1)/n"], [1, "1"], equal, true);
     case "zb": return row([early / (m * (F + I + W) + early), alike ? "(n-1)/(3m+n-1)" : "(n-1)(F+I-W) of m(F+I+W) + (n-1)(F+I-W)"],
-      [Math.min(m, n), "n, or m if that is less"], `m is at least n, W takes no longer than F or I, ${equal}`, m >= n && W <= Math.min(F, I));
+      [Math.min(m, n), "min(n, m)"], `m is at least n, W takes no longer than F or I, ${equal}`, m >= n && W <= Math.min(F, I));
     case "interleaved": return row([(n - 1) / (v * m + n - 1), "(n-1)/(vm+n-1)"],
       [n + (n - 1) / v, "n + (n-1)/v"], `n divides m, m is more than n, ${equal}`, m % n === 0 && m > n);
     case "zbv": return row([(n - 1) / (6 * m + n - 1), "(n-1)/(6m+n-1)"],

@@ -314,6 +314,8 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert [ax.get_title(loc="left") for ax in fig.axes] == ["measured", "ideal"]
     rows = [label.get_text() for label in measured.get_yticklabels()]
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
+    below = [label.get_text() for label in ideal.get_yticklabels()]
+    assert below == ["rank 0\n33% idle", "rank 1\n33% idle"]
     assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "idle"]
     assert inside(ideal) == ["0", "1", "0", "1"] * 2
     spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
@@ -327,6 +329,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     write_run(tmp_path, "ddp2", DDP2)
     fig = draw(tmp_path, drawn, "timeline", "ddp=2")
     assert title(fig) == "step 2: measured 10000.0 ms, 12.5% idle"
+    assert [ax.get_title(loc="left") for ax in fig.axes] == [""] and "ideal" not in foot(fig)
 
 
 def test_the_first_step_is_left_out_where_there_are_others() -> None:
