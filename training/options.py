@@ -113,7 +113,7 @@ class Training:
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
     """the micro-batches whose activations are computed again in backward, to save memory;
     except_last: none where one is held at a time; sqrt: all, and about sqrt(L) of a stage's L
-    layers keep their inputs (of ZeRO-3 all L)"""
+    layers keep their inputs (under ZeRO-3 all L)"""
 
 
 @dataclass

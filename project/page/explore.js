@@ -157,7 +157,7 @@ function inWords({ rank, start, end, before: next, waitsFor, causes }) {
 // What the last change has broken, or cost.
 function effect(step) {
   if (step.broken) return `This cannot run. <q id="broken">${step.broken}</q>`;
-  if (!before) return "Drag an action to another place of its list, or choose it and use the buttons below.";
+  if (!before) return "Drag an action to another place of its list, or choose one and use the buttons below.";
   if (before.broken) return `It runs again: a step takes ${inTime(step.seconds)}.`;
   const longer = step.seconds - before.seconds;
   const time = Math.abs(longer) < 1e-9 ? `The step takes ${inTime(step.seconds)}, as before`
