@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         open_streams()  # every program begins with a parser
-        usual = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**{**usual, **settings})
+        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**{**defaults, **settings})
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Hyphens in the name of a long option are underscores: --n-epochs=3."""

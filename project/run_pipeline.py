@@ -21,6 +21,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from project.command_line import begin, parse_options
 from runtime.axes import sizes
 from training.options import (
+    PIPELINE_MICROBATCHES,
     UNSET,
     Architecture,
     Count,
@@ -39,7 +40,7 @@ class PipelineOptions(Options):
     """The options of run_pipeline.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Threads, Stages)
-    num_microbatches: Count | None = 4
+    num_microbatches: Count | None = PIPELINE_MICROBATCHES
     schedule: ScheduleName = UNSET
 
 
@@ -64,7 +65,7 @@ from training.tasks.task import TrainingTask
 from training.workdir import alone_in_workdir
 
 THREAD_MODES = ("none", "model_parallel", "pipeline_parallel")
-FLOWING = "--model_parallel_mode pipeline_parallel"
+PIPELINE_PARALLEL = "--model_parallel_mode pipeline_parallel"
 
 
 def parse_pipeline(argv: Sequence[str]) -> PipelineOptions:
@@ -103,15 +104,15 @@ def schedule_of(args: PipelineOptions) -> str:
 def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
     """The rules of a run whose options are settled."""
     n, gpus, started = args.num_devices, torch.cuda.device_count(), torchrun_world_size() or 1
-    on_cpu, usual = choose_device(args.device).type == "cpu", schedule_of(args)
+    on_cpu, schedule = choose_device(args.device).type == "cpu", schedule_of(args)
     yield from [
         ("model_parallel_mode", started == 1,
          f"torchrun started {started} ranks, and run_pipeline.py is one process",
          "start it without torchrun, or take project/train.py pipeline, whose stages are ranks"),
         ("model_parallel_mode num_devices", args.model_parallel_mode != "none" or n == 1,
-         "without a mode there is one device", f"{FLOWING} works"),
-        ("model_parallel_mode pipeline schedule", usual in (args.schedule, "1f1b"),
-         f"there it is {usual}", f"{FLOWING} --pipeline whole works"),
+         "without a mode there is one device", f"{PIPELINE_PARALLEL} works"),
+        ("model_parallel_mode pipeline schedule", schedule in (args.schedule, "1f1b"),
+         f"there it is {schedule}", f"{PIPELINE_PARALLEL} --pipeline whole works"),
         ("num_devices device", on_cpu or n <= max(1, gpus), f"{counted(gpus, 'GPU')} can be seen",
          f"--num_devices {max(1, gpus)}, or --device cpu, works"),
     ]  # fmt: skip

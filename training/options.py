@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 UNSET: Any = None
 VGG = "vgg16"  # of --model: the one that learns pictures
+PIPELINE_MICROBATCHES = 4  # per step of a pipeline, by default
 
 
 def number_type(

@@ -19,7 +19,7 @@ from training.loop import run
 from training.options import O, Options
 from training.results import Results, options_of
 
-from .launch.compare_ranks import check_same, run_things
+from .launch.compare_ranks import check_same, compared_values
 from .launch.errors import counted
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup, setup_of
@@ -77,7 +77,7 @@ def run_rank(
     task = task_of(args, world, resume)
     if world.world_size > 1:  # all ranks go on, or none
         fingerprints = task.fingerprints()
-        check_same(world, run_things(options_of(args), fingerprints, task.model_content()))
+        check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
     resume.check_data(task.fingerprints()["train"])
     if "warmup_steps" not in args.typed and resume.checkpoint is None:
         args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))

@@ -209,7 +209,7 @@ class Results:
             return
         write_json(self.args.workdir / f"{who or 'eval_'}results_epoch{epoch}.json", result)
         if self.generated:
-            pairs = zip(self.task.tested(), self.generated, strict=True)
+            pairs = zip(self.task.scored_examples(), self.generated, strict=True)
             content = [{"example": example, "gen": sentence} for example, sentence in pairs]
             write_json(self.args.workdir / f"{who}gen_epoch{epoch}.json", content)
 

@@ -158,11 +158,8 @@ class Timeline:
         return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in events]
 
     def content(self) -> dict[str, Any]:
-        """The content of this rank's file."""
-        return {
-            "rank": self.world.rank, "world_size": self.world.world_size, "workers": self.workers,
-            "about": self.about, "columns": Event._fields, "events": self.events(),
-        }  # fmt: skip
+        """The content of this rank's file. An event is a list of the fields of `Event`."""
+        return {"workers": self.workers, "about": self.about, "events": self.events()}
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it

@@ -12,7 +12,7 @@ import torch
 from tests.project.programs import KINDS, TINY, VGG, Tamper, on_rank
 from tests.ranks import Ranks
 from tests.remote import on_ranks
-from training.launch.compare_ranks import check_same, run_things
+from training.launch.compare_ranks import check_same, compared_values
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.optimization import Optimizers
@@ -87,7 +87,7 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
 
 def test_what_hosts_may_choose_is_not_compared() -> None:
     options = {field.name: 0 for kind in KINDS for field in fields(kind)}
-    compared = run_things(options, {"test": "x"}, b"y")
+    compared = compared_values(options, {"test": "x"}, b"y")
     assert (compared.pop("the test data"), compared.pop("the model")) == (b"x", b"y")
     assert set(compared.values()) == {b"0"}
     assert {f"--{name}" for name in options} - compared.keys() == {

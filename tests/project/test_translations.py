@@ -67,7 +67,7 @@ def of_one_process() -> tuple[list[str], list[int]]:
     tokenizer = task.tokenizer
     one = whole_model(task, torch.device("cpu"), torch.float64).eval()
     expected, lengths = [], []
-    for pair in task.tested():
+    for pair in task.scored_examples():
         prompt = [*tokenizer(pair["de"])["input_ids"], 1]
         ids = recomputed(one, prompt, len(tokenizer), 2, LENGTH)
         expected.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
@@ -94,7 +94,7 @@ def translations(rank: int, world_size: int, line: str) -> list[str]:
         model = BlocksInThreads(task, world, setup, choose_devices(args), split_size=2)
     else:
         model = StagesInThreads(task, world, setup, choose_devices(args))
-    sources, found = [pair["de"] for pair in task.tested()], []
+    sources, found = [pair["de"] for pair in task.scored_examples()], []
     for batch_size in (3, 128):
         some = partial(continue_all, batch_size=batch_size)
         with model.evaluating(), patch("training.tasks.sequences.continue_all", some):

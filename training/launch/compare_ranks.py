@@ -31,7 +31,7 @@ NAMED = 3  # differences that an error names
 OF_A_HOST = {"workdir", "dataset", "model", "device", "cores_per_rank", "timeout"}
 
 
-def run_things(
+def compared_values(
     options: Mapping[str, Any], data: Mapping[str, str], model: bytes
 ) -> dict[str, bytes]:
     """A run's options, data fingerprints and model, for `check_same`. (All ranks resume rank 0's
@@ -42,14 +42,14 @@ def run_things(
     return {**encoded, "the model": model}
 
 
-def check_same(world: World, things: Mapping[str, bytes]) -> None:
-    """Compares things by name over all ranks, and the types of their devices: ranks on CPUs share
+def check_same(world: World, values: Mapping[str, bytes]) -> None:
+    """Compares values by name over all ranks, and the types of their devices: ranks on CPUs share
     memory, and would wait for those on GPUs. All call it together.
 
     Raises:
         RunError: on all ranks, with the names of what differs, and a rank where it does.
     """
-    compared = {**things, "the type of device": world.device.type.encode()}
+    compared = {**values, "the type of device": world.device.type.encode()}
     if different := _different(world, compared.items()):
         raise RunError(
             f"not the same on all ranks: {different}; every host needs the same options, data, "

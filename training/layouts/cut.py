@@ -41,6 +41,8 @@ class CutTask:
     Attributes:
         tensor_ranks, context_ranks, expert_ranks: those of the axes `tp`, `cp` and `ep`.
         model, layers: on the meta device, with this rank's shards.
+        head: this rank's rows of it. The last layer then computes the loss, or the logits of these
+            rows. None: this rank has the whole head, and the last layer returns all logits.
         shards: by the name of a parameter, this rank's part of it; others it holds whole.
         experts: the names of parameters of which each of `expert_ranks` has other experts.
     """
@@ -51,8 +53,7 @@ class CutTask:
             Communicator(mesh[axis].group, recorder=setup.timeline) for axis in ("tp", "cp", "ep")
         )
         self.sequence_parallel = setup.args.sequence_parallel and self.tensor_ranks.size > 1
-        skeleton: Any = task.skeleton().to(setup.dtype)
-        self.model = skeleton
+        self.model: Any = task.skeleton().to(setup.dtype)
         self.shards: dict[str, TensorShard] = {}
         if self.expert_ranks.size > 1:
             at, n = self.expert_ranks.rank, self.expert_ranks.size
@@ -64,13 +65,14 @@ class CutTask:
         self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
         if self.context_ranks.size > 1:
             attend_across(self.layers, self.context_ranks, setup.args.attention)
-        if self.tensor_ranks.size == 1:
-            return
-        for layer in self.layers[:-1]:  # tells them their heads and positions
-            layer.shard, layer.sequence_parallel = self.tensor_ranks.rank, self.sequence_parallel
-        self.head: VocabularyParallelHead = skeleton.lm_head
-        norm = skeleton.transformer.ln_f
-        self.layers[-1] = HeadAndLoss(norm, self.head, self.sequence_parallel)
+        self.head: VocabularyParallelHead | None = None
+        if self.tensor_ranks.size > 1:
+            for layer in self.layers[:-1]:  # tells them their heads and positions
+                layer.shard = self.tensor_ranks.rank
+                layer.sequence_parallel = self.sequence_parallel
+            self.head = self.model.lm_head
+            norm = self.model.transformer.ln_f
+            self.layers[-1] = HeadAndLoss(norm, self.head, self.sequence_parallel)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
@@ -95,29 +97,30 @@ class CutTask:
             x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
         return x._replace(labels=target), target
 
-    def loss(self, output: Tensor, target: Any) -> Tensor:
-        """The summed loss, from the output of the last layer, which may have computed it."""
-        return output if self.tensor_ranks.size > 1 else self.task.loss(output, target)
+    def loss(self, logits_or_loss: Tensor, target: Any) -> Tensor:
+        """The summed loss, from what the last layer returned: the logits, or the loss itself."""
+        return self.task.loss(logits_or_loss, target) if self.head is None else logits_or_loss
 
-    def measure(self, output: Tensor, target: Any) -> Tensor | None:
-        """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
-        if self.tensor_ranks.size == 1:
-            measured: Tensor = self.task.measure(output, target)
-            return measured
-        return output if self.tensor_ranks.rank == 0 else None
+    def measure(self, logits_or_measures: Tensor, target: Any) -> Tensor | None:
+        """The task's `measure`, from what the last layer returned in evaluation: the logits, or the
+        measures themselves. None but on rank 0."""
+        if self.head is None:
+            measures: Tensor = self.task.measure(logits_or_measures, target)
+            return measures
+        return logits_or_measures if self.tensor_ranks.rank == 0 else None
 
-    def logits(self, output: Tensor) -> Tensor | None:
+    def logits(self, own_logits: Tensor) -> Tensor | None:
         """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
-        if self.tensor_ranks.size == 1:
-            return output
-        logits = self.tensor_ranks.all_gather(output, 1)  # [N, t rows]; the last may be surplus
+        if self.head is None:
+            return own_logits
+        logits = self.tensor_ranks.all_gather(own_logits, 1)  # [N, t rows]; the last may be surplus
         return logits[:, : self.head.vocabulary] if self.tensor_ranks.rank == 0 else None
 
-    def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
+    def argmax(self, own_logits: Tensor, num_tokens: int) -> Tensor:
         """The most probable tokens, on every rank, from the ranks' parts of the logits."""
-        if self.tensor_ranks.size == 1:
-            return greedy(output, num_tokens)
-        return argmax(output, num_tokens, self.tensor_ranks, self.head.first)
+        if self.head is None:
+            return greedy(own_logits, num_tokens)
+        return argmax(own_logits, num_tokens, self.tensor_ranks, self.head.first)
 
     def cut(self, held: Iterable[Held]) -> list[Held]:
         """The same rectangles of this rank's shards, as rectangles of the whole parameters."""

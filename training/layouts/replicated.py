@@ -86,7 +86,8 @@ class Replicated(LaidOutModel):
                 self.net, bucket_bytes=size, recorder=setup.timeline,
                 comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
             )  # fmt: skip
-            self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
+            # The loop passes the module (the course's contract); the buckets have its parameters.
+            self.average_gradients = lambda _: ddp.average_gradients()
         else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
             self.average_gradients = setup.timeline.span("all_reduce")(by_hand[args.gradient_sync])

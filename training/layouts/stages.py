@@ -27,6 +27,7 @@ from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.recompute import mode_of
 from training.launch.world import World
+from training.options import PIPELINE_MICROBATCHES
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
@@ -49,7 +50,8 @@ class Staged(MeshLayout):
         stages = mesh["pp"]
         ranks = ranks_of_stages(self._schedule, stages.size, args.chunks)  # by stage
         self.ranks = ranks if len(ranks) > stages.size else None  # only with chunks
-        self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches or 4)
+        m = self.num_microbatches or PIPELINE_MICROBATCHES
+        self.cut = stage_sizes(task, world, setup, len(ranks), m)
         one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.cut_task.layers), self.cut, world.device, stages.group,
@@ -108,8 +110,8 @@ class Staged(MeshLayout):
             return 1
         # Where ranks meet inside a layer, each micro-batch costs the latency of its collectives.
         shared = self.mesh["tp"].size * self.mesh["cp"].size > 1
-        usual = 4 if self.mesh["pp"].size > 1 else 1 if shared else None
-        return self.setup.args.num_microbatches or usual
+        default = PIPELINE_MICROBATCHES if self.mesh["pp"].size > 1 else 1 if shared else None
+        return self.setup.args.num_microbatches or default
 
     def _whole_parameters(self) -> list[Held]:
         """The parameters of this rank's stages. Each replica of the data axis has the whole

@@ -23,6 +23,7 @@ from pipeline.schedules.catalogue import ranks_of_stages
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
+from training.options import PIPELINE_MICROBATCHES
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
@@ -64,24 +65,24 @@ class StagesInThreads(_InOneProcess):
     ) -> None:
         self.task, self.world, self.setup, self.devices = task, world, setup, devices
         args, self.schedule = setup.args, setup.args.schedule
-        self.num_microbatches = args.num_microbatches or 4
-        # Each stage's device, as a number.
+        self.num_microbatches = args.num_microbatches or PIPELINE_MICROBATCHES
+        # By stage, the place of its device in `devices`.
         ranks = ranks_of_stages(self.schedule, len(devices), args.chunks)
         self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
-        self.cut = stage_sizes(task, world, setup, len(ranks), self.num_microbatches)
+        sizes = stage_sizes(task, world, setup, len(ranks), self.num_microbatches)
+        self.cut = self.stage_sizes = sizes
         # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
-        module, replicas = place_layers(layers, self.cut, [devices[r] for r in ranks])
+        module, replicas = place_layers(layers, sizes, [devices[r] for r in ranks])
         one_at_a_time = self.schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
-            module, recorder=setup.timeline, replicas=replicas, sizes=self.cut,
+            module, recorder=setup.timeline, replicas=replicas, sizes=sizes,
             recompute=mode_of(args.recompute, one_at_a_time),
         )  # fmt: skip
         self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
-        self.stage_sizes = self.cut
-        self.description = f"{cut_in_words(task, self.cut)} on {where}"
+        self.description = f"{cut_in_words(task, sizes)} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         of_stages = enumerate(self.pipe.stage_parameters())
         self.optimizers = [setup.optimizer(ps, stage) for stage, ps in of_stages]

@@ -110,7 +110,7 @@ class LanguageTask(SequenceTask):
         sizes = " / ".join(f"{len(examples):,}" for examples in self.examples.values())
         return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
 
-    def tested(self) -> list[Any]:
+    def scored_examples(self) -> list[Any]:
         """The sample prompts."""
         return [self.tokenizer.decode(p, skip_special_tokens=True) for p in self._prompts()]
 
@@ -118,5 +118,5 @@ class LanguageTask(SequenceTask):
         """Prompts and their continuations."""
         return "\n".join(
             f"  {'text':>10}  {' '.join(prompt.split())}\n  this model  {' '.join(text.split())}\n"
-            for prompt, text in zip(self.tested(), generated, strict=True)
+            for prompt, text in zip(self.scored_examples(), generated, strict=True)
         )

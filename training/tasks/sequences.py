@@ -165,8 +165,8 @@ class SequenceTask(TrainingTask, ABC):
         epoch alone; each batch is dealt out by length, so that all parts have equal work."""
         examples, size = self.examples["train"], self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
-        batches = global_batches(len(examples), size, seed, start)
-        counts = (int(examples.sizes(batch)[1].sum()) for batch in batches)  # target tokens of each
+        dealt = global_batches(len(examples), size, seed, start)
+        counts = (int(examples.sizes(batch)[1].sum()) for batch in dealt)  # target tokens of each
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
             dp_rank, dp_size, examples, size,
@@ -174,12 +174,12 @@ class SequenceTask(TrainingTask, ABC):
             key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
         )  # sorted if lengths differ  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
-        for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
+        for count, (mine, micro_batches) in zip_longest(counts, loader, fillvalue=nothing):
             yield Step(
-                inputs=[x for x, _ in batches],
-                targets=[labels for _, labels in batches],
+                inputs=[x for x, _ in micro_batches],
+                targets=[labels for _, labels in micro_batches],
                 count=count,
-                positions=sum(x.hidden.numel() for x, _ in batches),  # B T of each
+                positions=sum(x.hidden.numel() for x, _ in micro_batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
 

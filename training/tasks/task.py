@@ -63,7 +63,7 @@ class Score:
     """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity; NaN: unknown."""
 
     value: float = math.nan
-    generated: list[str] = field(default_factory=list)  # translations or continuations, of `tested`
+    generated: list[str] = field(default_factory=list)  # outputs for the `scored_examples`
 
 
 class Translator(Protocol):
@@ -140,7 +140,7 @@ class TrainingTask(Protocol):
     def describe(self) -> str:
         """What is trained on what, for a person: a line or two."""
 
-    def tested(self) -> list[Any]:
+    def scored_examples(self) -> list[Any]:
         """The examples whose outputs are scored, as JSON values; none if nothing is generated."""
         return []
 

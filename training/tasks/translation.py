@@ -23,12 +23,13 @@ class TranslationTask(SequenceTask):
 
     score_name = "BLEU"
     needs_an_epoch = True
-    test: list[Pair]
+    test_pairs: list[Pair]
 
     @cached_property
     def score_details(self) -> dict[str, str]:
         """What BLEU takes for a word."""
-        return {"bleu_tokenizer": bleu_tokenizer(pair[self.args.tgt] for pair in self.tested())}
+        references = (pair[self.args.tgt] for pair in self.test_pairs)
+        return {"bleu_tokenizer": bleu_tokenizer(references)}
 
     @property
     def score_title(self) -> str:
@@ -58,7 +59,7 @@ class TranslationTask(SequenceTask):
         chosen = {split: files[origin].of(part) for split, (origin, part) in parts.items()}
         origin, part = parts["test"]
         last = self.about[origin]["last"]  # of which test, if it is held out, has the last ones
-        self.test = last[len(last) - len(part) :]
+        self.test_pairs = last[len(last) - len(part) :]
         for split, pairs in chosen.items():
             there = counted(len(pairs), "pair")
             if len(pairs) < args.dp:
@@ -79,7 +80,7 @@ class TranslationTask(SequenceTask):
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """BLEU of the test split's translations."""
-        args, test = self.args, self.tested()
+        args, test = self.args, self.test_pairs
         generated = self.translated(world, model, [pair[args.src] for pair in test])
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
 
@@ -96,9 +97,9 @@ class TranslationTask(SequenceTask):
         sizes = " / ".join(f"{len(pairs):,}" for pairs in self.examples.values())
         return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
 
-    def tested(self) -> list[Any]:
+    def scored_examples(self) -> list[Any]:
         """The pairs of the test split."""
-        return self.test
+        return self.test_pairs
 
     def examples_to_show(self, generated: list[str]) -> str:
         """The first translations beside their sources. A long one, as of an untrained model, is
@@ -107,5 +108,5 @@ class TranslationTask(SequenceTask):
         return "\n".join(
             f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n"
             f"  this model  {shorten(sentence, 120)}\n"
-            for pair, sentence in zip(self.tested()[:SHOWN], generated, strict=False)
+            for pair, sentence in zip(self.test_pairs[:SHOWN], generated, strict=False)
         )

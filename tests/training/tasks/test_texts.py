@@ -62,7 +62,7 @@ def in_memory(task: TranslationTask) -> dict[str, list[dict[str, str]]]:
         sides = ((e.ids[: e.num_source - 1], e.ids[e.num_source : -1]) for e in examples)
         texts = [(decode(source), decode(target)) for source, target in sides]
         found[split] = [dict(zip(task.texts.keys, both, strict=True)) for both in texts]
-    assert task.tested() == found["test"]
+    assert task.scored_examples() == found["test"]
     return found
 
 
