@@ -34,7 +34,7 @@ def pipelined(
     forward: Callable[[list[Any]], None],
     backward: Backward,
 ) -> Any:
-    """Run ``x``, in micro-batches of ``sizes``, through the stages. ``forward`` gets a list of all
+    """Runs `x`, in micro-batches of `sizes`, through the stages. `forward` gets a list of all
     micro-batches, and replaces inputs by outputs."""
     batches = microbatch.split_batch(x, sizes)
     inputs = pytree.tree_leaves(batches)

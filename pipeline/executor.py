@@ -46,7 +46,7 @@ class Channel:
         self._queue.put((i, value))
 
     def get(self, i: int) -> Any:
-        """Wait for micro-batch i. Raises `Stopped` after `stop`."""
+        """Waits for micro-batch i. Raises `Stopped` after `stop`."""
         while i not in self._early:
             entry = self._queue.get()  # no timeout: whoever ends the call calls stop()
             if entry is None:
@@ -126,7 +126,7 @@ class Dataflow:
 
     @contextlib.contextmanager
     def _noted(self, action: Action, part: str = "") -> Iterator[None]:
-        """Reports to the recorder; adds the place to an error as a note. ``part``: a part of the
+        """Reports to the recorder; adds the place to an error as a note. `part`: a part of the
         action, recorded under this kind."""
         device = self.stages[action.stage].device
         try:

@@ -36,7 +36,7 @@ def batch_size(value: Any) -> int:
 
 
 def sizes_by_split(batch: int, split_size: int) -> list[int]:
-    """The sizes of micro-batches of ``split_size`` examples; the last may be smaller."""
+    """The sizes of micro-batches of `split_size` examples; the last may be smaller."""
     if split_size < 1:
         raise ValueError(f"split_size={split_size}: at least 1 example, e.g. {max(batch // 4, 1)}")
     whole, rest = divmod(batch, split_size)
@@ -55,8 +55,8 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
 def cut_batch(
     x: Any, target: Any, num_microbatches: int | None, split_size: int = 1
 ) -> tuple[list[Any], list[Any]]:
-    """The micro-batches of x and of the target: ``num_microbatches`` whose sizes differ by at most
-    one, fewer if the batch is smaller; or, without a number, of ``split_size``.
+    """The micro-batches of x and of the target: `num_microbatches` whose sizes differ by at most
+    one, fewer if the batch is smaller; or, without a number, of `split_size`.
 
     `MicroBatches` are not cut again.
     """

@@ -7,9 +7,9 @@
 
 Only the blocks are spread; in both modes they run on one worker per device, each on its own cores.
 All else is transformers' own forward, on the first device: embedding, mask, final norm and head.
-The logits and the names in the ``state_dict`` are the same as the plain model's.
+The logits and the names in the `state_dict` are the same as the plain model's.
 
-Only the plain model has a key-value cache for generation: pass ``use_cache=False`` here.
+Only the plain model has a key-value cache for generation: pass `use_cache=False` here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class AllBlocks(nn.Module):
-    """Stands in ``model`` where its blocks stood, and runs them in its pipe."""
+    """Stands in `model` where its blocks stood, and runs them in its pipe."""
 
     def __init__(self, model: GPT2ModelParallel) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class AllBlocks(nn.Module):
 
 
 class GPT2ModelParallel(GPT2Model):
-    """`GPT2Model` whose blocks run on the workers of ``h_pp``, a `Pipe`, once parallelized."""
+    """`GPT2Model` whose blocks run on the workers of `h_pp`, a `Pipe`, once parallelized."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
@@ -67,7 +67,7 @@ class GPT2ModelParallel(GPT2Model):
         self._set_pipe(None)
 
     def parallelize(self, device_map: DeviceMap | None = None) -> None:
-        """Spread the blocks: ``{"cpu:0": [0, 1], "cpu:1": [2, 3]}``; default: evenly over all.
+        """Spreads the blocks: `{"cpu:0": [0, 1], "cpu:1": [2, 3]}`; default: evenly over all.
 
         Raises ValueError unless each block is named once and in order.
         """
@@ -82,7 +82,7 @@ class GPT2ModelParallel(GPT2Model):
         self._set_pipe(Pipe(nn.Sequential(*layers)))
 
     def deparallelize(self) -> None:
-        """Move the model back to one device, the first."""
+        """Moves the model back to one device, the first."""
         if self.h_pp is None:
             return
         self.h_pp.close()
@@ -92,7 +92,7 @@ class GPT2ModelParallel(GPT2Model):
         self.device_map = None
 
     def _prepare_pipeline_parallel(self, split_size: int = 1) -> None:
-        """From now on the blocks run as a pipeline, on micro-batches of ``split_size``."""
+        """From now on the blocks run as a pipeline, on micro-batches of `split_size`."""
         if self.h_pp is None:
             self.parallelize()
         self.h_pp.split_size = split_size
@@ -101,7 +101,7 @@ class GPT2ModelParallel(GPT2Model):
     _finalize_pipeline_parallel = deparallelize
 
     def _set_pipe(self, pipe: Pipe | None) -> None:
-        """Not as a submodule: the blocks are in ``h``, and would be in the state_dict twice."""
+        """Not as a submodule: the blocks are in `h`, and would be in the state_dict twice."""
         object.__setattr__(self, "h_pp", pipe)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

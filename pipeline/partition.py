@@ -1,8 +1,8 @@
 """Cuts a model into stages: by the devices of its layers, or into stages of equal cost.
 
 `_split_module` joins consecutive layers of one device to a partition. A layer's device is the
-device of its parameters, or is given by `WithDevice`. Logical devices ``cpu:0``, ``cpu:1`` need
-`WithDevice`, since a tensor moved to them reports ``cpu``.
+device of its parameters, or is given by `WithDevice`. Logical devices `cpu:0`, `cpu:1` need
+`WithDevice`, since a tensor moved to them reports `cpu`.
 
 A pipeline is as fast as its slowest stage, so `balance` cuts n contiguous stages with the least
 maximal cost: exact, by dynamic programming over (layers, stages), O(n L^2).
@@ -26,7 +26,7 @@ from .stage import Stage
 
 
 class WithDevice(nn.Module):
-    """A layer with the device to run it on: ``WithDevice(nn.Dropout(), 'cpu:1')``."""
+    """A layer with the device to run it on: `WithDevice(nn.Dropout(), 'cpu:1')`."""
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _retrieve_device(module: nn.Module) -> torch.device | None:
 
 
 def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.device]]:
-    """Cut a Sequential where the device changes: (partitions, their devices).
+    """Cuts a Sequential where the device changes: (partitions, their devices).
 
     Nested Sequentials are flattened. A layer without parameters and without `WithDevice` stays
     with the previous layer (the first layer: with the next). A layer that `WithDevice` places on a
@@ -76,14 +76,14 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 
 
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
-    """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
+    """`sizes[s]` layers for each stage s; a nested Sequential counts as one layer and is then
     flattened. ValueError unless the sizes add up to the layers."""
     parts = [flatten(nn.Sequential(*part)) for part in by_stage([*modules], sizes)]
     return [nn.Sequential(*(layer for layer, _ in part)) for part in parts]
 
 
 def by_stage(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
-    """The next ``sizes[s]`` layers for each stage s."""
+    """The next `sizes[s]` layers for each stage s."""
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
         raise ValueError(
             f"sizes {list(sizes)} for {len(layers)} layers: one number per stage, each at least "
@@ -126,7 +126,7 @@ def holders(modules: nn.Sequential) -> list[nn.Module]:
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Layers per stage that minimize the largest sum of ``costs`` in a stage."""
+    """Layers per stage that minimize the largest sum of `costs` in a stage."""
     L = len(costs)
     if not 1 <= num_stages <= L:
         raise ValueError(
@@ -156,7 +156,7 @@ def measure_costs(
 ) -> list[float]:
     """Seconds of forward and backward of each layer, the least of three after a warm-up.
 
-    ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. ``.grad`` does
+    `sample` is a micro-batch; `loss_fn(output)` counts towards the last layer. `.grad` does
     not change. The clock is read after waiting for the GPU.
     """
     rounds = []

@@ -7,11 +7,11 @@
 `Pipe.forward` is GPipe (Huang et al., 2019): m micro-batches flow through n stages in the order of
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
 backward runs the same clocks, last stage first, *on the workers*. Tied parameters,
-`torch.autograd.grad`, ``retain_graph`` and hooks after a gradient's accumulation work as on the
-plain Sequential; hooks on the gradient itself are refused. Differentiating twice does not work, and
-forward-mode differentiation (`torch.autograd.forward_ad`), whose state torch keeps
-once per process, only on one stage. worker.py says which of the caller's modes hold. A Pipe runs
-one call at a time: a call from a second thread raises.
+`torch.autograd.grad`, `retain_graph` and hooks after a gradient's accumulation work as on the
+plain Sequential; hooks on the gradient itself are refused. Second derivatives do not work.
+Forward-mode differentiation (`torch.autograd.forward_ad`) works with one stage alone, since torch
+keeps its state once per process. worker.py says which of the caller's modes hold. A Pipe runs one
+call at a time: a call from a second thread raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
@@ -61,12 +61,18 @@ _clock_cycles = clock_cycles  # the course's name
 class Pipe(nn.Module):
     """An `nn.Sequential` whose partitions compute different micro-batches at the same time.
 
-    ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
-    ``replicas``: copies of tied parameters on other devices (made by `replicas.place_layers`).
-    ``recompute``: a mode of runtime/recompute.py.
-    ``sizes``: layers per stage; by default a stage ends where the device changes. With ``sizes`` a
-    device may have several stages (chunks), for the schedules of chunks.py.
-    ``in_queues``, ``out_queues``: by partition, the tasks for its worker, and its answers.
+    Args:
+        module: the layers; `WithDevice` names the device of a layer that has no parameters.
+        split_size: examples per micro-batch of `forward`.
+        recorder: see runtime/recorder.py.
+        replicas: copies of tied parameters on other devices (made by `replicas.place_layers`).
+        recompute: a mode of runtime/recompute.py.
+        sizes: layers per stage; by default a stage ends where the device changes. With `sizes` a
+            device may have several stages (chunks), for the schedules of chunks.py.
+
+    Attributes:
+        partitions, devices: the layers of each stage, and its device.
+        in_queues, out_queues: by partition, the tasks for its worker, and its answers.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Pipe(nn.Module):
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
 
     def close(self) -> None:
-        """End the worker threads. Garbage collection does so too."""
+        """Ends the worker threads. Garbage collection does so too."""
         self._crew.close()
 
     def __enter__(self) -> Pipe:
@@ -126,12 +132,12 @@ class Pipe(nn.Module):
         self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
     ) -> Gradients:
         """The clocks of `forward`, last stage first: its backward, run by autograd. The inputs'
-        ``gradients`` replace the outputs'; returns the parameters'."""
+        `gradients` replace the outputs'; returns the parameters'."""
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
         with self._crew.alone():
             for stage in stages:
-                stage.take_gradients()  # drop what a failed backward left
+                stage.take_gradients()  # drops what a failed backward left
             down = self._channels(-1)  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
@@ -147,11 +153,11 @@ class Pipe(nn.Module):
         schedule: Sequence[tuple[int, int]],
         stages: Sequence[Stage] | None = None,
     ) -> None:
-        """Run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place.
+        """Runs each (i, j) of `schedule`, partition j on `batches[i]`, in place.
 
-        ``schedule`` may be one clock, whose pairs run at the same time, or all clocks of a forward
+        `schedule` may be one clock, whose pairs run at the same time, or all clocks of a forward
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
-        with it: nobody waits for the end of a clock. ``stages``: of `forward`; on its own it makes
+        with it: nobody waits for the end of a clock. `stages`: of `forward`; on its own it makes
         some. Outputs are where the next partition takes them.
         """
         stages, up = stages or self._new_stages(), self._channels(1)
@@ -199,13 +205,13 @@ class Pipe(nn.Module):
         num_microbatches: int | None = None,
         scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
+        """Runs forward and backward of a batch by `schedule`, adds to `.grad`, returns the loss.
 
-        ``loss_fn(output, target)`` runs on the last stage, once per micro-batch, and returns the
-        *sum* over it; the loss is ``scale`` times all sums. ``scale=1 / number_of_tokens`` gives
+        `loss_fn(output, target)` runs on the last stage, once per micro-batch, and returns the
+        *sum* over it; the loss is `scale` times all sums. `scale=1 / number_of_tokens` gives
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
-        ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
-        again. If a stage raises, no ``.grad`` changes. Neither x nor ``scale`` may require a
+        `num_microbatches`, micro-batches have `split_size` examples; `MicroBatches` are not cut
+        again. If a stage raises, no `.grad` changes. Neither x nor `scale` may require a
         gradient, and no parameter may have a hook on its own.
         """
         inputs, targets = microbatch.cut_batch(x, target, num_microbatches, self.split_size)
@@ -228,7 +234,8 @@ class Pipe(nn.Module):
             return losses.total()
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
-        """``function(s)`` for every stage s on its worker, in parallel; for optimizer steps."""
+        """Calls `function(s)` for every stage s on its worker, in parallel, such as an optimizer's
+        step; returns the results."""
         return self._crew.run({s: partial(function, s) for s in range(len(self.devices))})
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:

@@ -1,7 +1,7 @@
 """Layers on the devices of one process, and what they share.
 
 A parameter on several stages (tied weights) gets one gradient: the sum, in the order of the stages.
-If its stages are on different GPUs, each has a copy; ``replicas`` maps a copy to the original.
+If its stages are on different GPUs, each has a copy; `replicas` maps a copy to the original.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
 def split_by_sizes(
     modules: nn.Sequential, sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, list[torch.device]]:
-    """Like `_split_module`, but cut by ``sizes`` like `split_into`; a stage is on the device of its
+    """Like `_split_module`, but cut by `sizes` like `split_into`; a stage is on the device of its
     first layer."""
     parts = [_split_module(nn.Sequential(*part)) for part in by_stage([*modules], sizes)]
     return nn.ModuleList(split_into(modules, sizes)), [devices[0] for _, devices in parts]
@@ -32,10 +32,10 @@ def split_by_sizes(
 def place_layers(
     layers: Sequence[nn.Module], sizes: Sequence[int], devices: Sequence[str | torch.device]
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
-    """Put ``sizes[s]`` layers on ``devices[s]``; returns the Sequential for a `Pipe`, and replicas.
+    """Puts `sizes[s]` layers on `devices[s]`; returns the Sequential for a `Pipe`, and replicas.
 
     A parameter shared by stages on different GPUs stays on the first of these stages; the others
-    get a copy, put into their layers in place: ``replicas[copy]`` is the original.
+    get a copy, put into their layers in place: `replicas[copy]` is the original.
     """
     home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
@@ -62,7 +62,7 @@ def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:
-    """Take the sums from the stages: per stage for its own parameters; the last for tied ones."""
+    """Takes the sums from the stages: per stage for its own parameters; the last for tied ones."""
     own: list[Gradients] = []
     for stage in stages:
         taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())

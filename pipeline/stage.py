@@ -1,10 +1,10 @@
 """One stage: the forward and backward of its layers for one micro-batch at a time.
 
-Problem. Autograd runs all CPU work of one graph on the thread that called ``backward``: one graph
+Problem. Autograd runs all CPU work of one graph on the thread that called `backward`: one graph
 through all stages would make a pipeline's backward sequential.
 
-Idea. Each stage builds its own graph per micro-batch. ``forward(i, x)`` detaches x, runs the
-layers, keeps x and the output y, and returns y detached. ``backward(i, dy)`` differentiates y by x
+Idea. Each stage builds its own graph per micro-batch. `forward(i, x)` detaches x, runs the
+layers, keeps x and the output y, and returns y detached. `backward(i, dy)` differentiates y by x
 and by the parameters, frees the graph, and returns dx. The worker that ran the forward runs the
 backward. (A GPU's backward runs on autograd's own thread of that GPU, unless the caller forbids it,
 as workers do: see worker.py.)
@@ -12,19 +12,19 @@ as workers do: see worker.py.)
     stage s-1 ──x──▸ [detach ─ layers ─ y] ──y detached──▸ stage s+1
     stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1
 
-``backward_input(i, dy)`` and, later, ``backward_weight(i)`` do the same in two halves, see
+`backward_input(i, dy)` and, later, `backward_weight(i)` do the same in two halves, see
 runtime/linear.py.
 
-Parameter gradients are summed here, in the order of the calls, not in ``.grad``. They reach
-``.grad`` once (`step.hand_over`): all at the end of the step or, with ``deliver``, layer by layer
+Parameter gradients are summed here, in the order of the calls, not in `.grad`. They reach
+`.grad` once (`step.hand_over`): all at the end of the step or, with `deliver`, layer by layer
 as the last micro-batch's backward passes. Transport and schedules are elsewhere.
 
-With ``deliver`` there is a graph per layer instead of one per stage, joined like the stages. A
+With `deliver` there is a graph per layer instead of one per stage, joined like the stages. A
 layer's parameter gradients are then added up and freed before the next layer's are made; in one
 graph all of them live until its end and take as much memory as the stage's parameters. The bits are
 the same.
 
-``recompute`` makes a graph per segment instead, whose activations are dropped after forward and
+`recompute` makes a graph per segment instead, whose activations are dropped after forward and
 computed again before backward: runtime/recompute.py.
 
 Cost: the stage's activations of a micro-batch, from its forward to its backward (or second half).
@@ -50,7 +50,7 @@ from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 
 class _Part:
-    """Layers that share a graph. ``first_layer``: its number in the whole model."""
+    """Layers that share a graph. `first_layer`: its number in the whole model."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         self.layers, self.first_layer = layers, first_layer
@@ -71,8 +71,7 @@ class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
     Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
-    behind. ``tail``, on the last stage the loss, is called with a micro-batch's number and its
-    output; it runs after the layers, in the last layer's graph.
+    behind.
 
     Args:
         index: of the stage.
@@ -84,6 +83,11 @@ class Stage:
         num_microbatches: of the step; 0: unknown.
         deliver: called with the complete sums of each layer during the last backward.
         held_back: parameters whose sums are not delivered but stay until `take_gradients`.
+
+    Attributes:
+        tail: on the last stage the loss: called with a micro-batch's number and its output, after
+            the layers, in the last layer's graph.
+        parameters: those that are trained.
     """
 
     index: int
@@ -114,7 +118,7 @@ class Stage:
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
 
     def forward(self, i: int, value: Any) -> Any:
-        """Run micro-batch i; return its output, detached, with the same ``requires_grad``.
+        """Runs micro-batch i; returns its output, detached, with the same `requires_grad`.
 
         Without grad mode nothing is kept.
         """
@@ -134,7 +138,7 @@ class Stage:
         return self._with_graph(i).graphs[-1][1].checkpointed  # where backward starts
 
     def compute_again(self, i: int) -> None:
-        """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
+        """Runs the forward of micro-batch i, or of its last segment, again. Backward would do it
         too, but here the gradient need not have arrived yet."""
         kept = self._with_graph(i)
         part, graph = kept.graphs[-1]
@@ -143,9 +147,9 @@ class Stage:
     def backward(
         self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
     ) -> list[Tensor | None]:
-        """Run the backward of micro-batch i and free it; return the gradients of its input.
+        """Runs the backward of micro-batch i and frees it; returns the gradients of its input.
 
-        ``gradients`` has one entry per leaf of the output, None for a leaf without one.
+        `gradients` has one entry per leaf of the output, None for a leaf without one.
         """
         gradients = self.backward_input(i, gradients, True, retain_graph)
         self.backward_weight(i, retain_graph)
@@ -160,7 +164,7 @@ class Stage:
     ) -> list[Tensor | None]:
         """`backward` without the weight gradients of matrix products, left to `backward_weight`.
 
-        ``at_once``: they are computed part by part, before the gradients of the next part take
+        `at_once`: they are computed part by part, before the gradients of the next part take
         memory.
         """
         kept = self._with_graph(i)
@@ -179,23 +183,24 @@ class Stage:
         return list(gradients)
 
     def backward_weight(self, i: int, retain_graph: bool = False) -> None:
-        """Compute what `backward_input` left; free the micro-batch."""
+        """Computes what `backward_input` has left; frees the micro-batch."""
         kept = self._with_graph(i)
-        for part, _ in reversed(kept.graphs):
-            self._second_half(part, kept.later)
+        if not kept.later.at_once:
+            for part, _ in reversed(kept.graphs):
+                self._second_half(part, kept.later)
         kept.later.end()
         self._ended += 1
         if not retain_graph:
             del self._kept[i]
 
     def take_gradients(self) -> Gradients:
-        """Return the sums so far, in the order of ``parameters``, and reset them."""
+        """Returns the sums so far, in the order of `parameters`, and resets them."""
         taken = {p: self._totals[p] for p in self.parameters if p in self._totals}
         self._totals.clear()
         return taken
 
     def _second_half(self, part: _Part, later: WeightsLater) -> None:
-        """Compute the gradients that wait. In the last backward, deliver those of the part: those
+        """Computes the gradients that wait. In the last backward, delivers those of the part: those
         in the sums of the micro-batch are not yet complete, and stay."""
         later.add_products()
         if self.deliver is not None and self._ended + 1 == self.num_microbatches:
@@ -211,7 +216,7 @@ class Stage:
         return self.recompute != NEVER
 
     def _layers(self, i: int, part: _Part, later: WeightsLater, value: Any) -> Any:
-        """Call the layers of a part, and what follows them. Each draws random numbers of its own,
+        """Calls the layers of a part, and what follows them. Each draws random numbers of its own,
         and its weights' gradients may wait."""
         training, products = torch.is_grad_enabled(), len(later.products)
         foreign = ForeignLeaves(value, part.parameters)

@@ -1,4 +1,4 @@
-"""What both pipes have in a step beside its actions: new stages, the loss, the way into ``.grad``.
+"""What both pipes have in a step beside its actions: new stages, the loss, the way into `.grad`.
 
 `Pipe` has all stages, each on its worker; `ProcessPipe` those of one rank. They differ in their
 channels, and in where random numbers come from.
@@ -23,7 +23,7 @@ from .stage import Stage
 
 LossFunction = Callable[[Any, Any], Tensor]
 Ready = Callable[[Iterable[nn.Parameter]], None]
-"""Called with parameters whose ``.grad`` is whole: a step adds nothing more to it."""
+"""Called with parameters whose `.grad` is whole: a step adds nothing more to it."""
 
 SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
     "would see a part for each micro-batch, since the stages of a pipeline add these up: change "
@@ -60,8 +60,8 @@ def new_stages(
 class Losses(Channel):
     """The far end of both channels: the losses arrive here, and their gradients leave.
 
-    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
-    ``scale`` times their sum. The last ``stage`` computes it after its layers.
+    The loss of micro-batch i is `loss_fn(output, targets[i])`, a scalar; the batch's loss is
+    `scale` times their sum. The last `stage` computes it after its layers.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Losses(Channel):
         return [torch.ones_like(self._losses[i]) * self._scale]
 
     def total(self) -> Tensor:
-        """``scale`` times the losses, added in the order of the micro-batches."""
+        """`scale` times the losses, added in the order of the micro-batches."""
         losses = [loss.detach() for _, loss in sorted(self._losses.items())]
         return torch.stack(losses).sum() * self._scale
 
 
 def hand_over(gradients: Gradients, ready: Ready = lambda _: None) -> None:
-    """Adds a stage's sums to ``.grad``, as a backward would, and says that these are whole."""
+    """Adds a stage's sums to `.grad`, as a backward would, and says that these are whole."""
     for p, gradient in gradients.items():
         if p.grad is None:
             p.grad = gradient

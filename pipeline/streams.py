@@ -90,8 +90,8 @@ class CopyingChannel(Channel):
         self._streams = _copying_streams(source, target)
 
     def put(self, i: int, value: Any) -> None:
-        """Launch the copy of ``value`` after what the current stream has been given so far. Tensors
-        keep ``requires_grad``, and one at two places stays one."""
+        """Launches the copy of `value` after what the current stream has been given so far. Tensors
+        keep `requires_grad`, and one at two places stays one."""
         copies: dict[int, Tensor] = {}  # by id
         self._streams[0].wait_stream(cuda.current_stream(self._source))
         with cuda.stream(self._streams[0]), cuda.stream(self._streams[1]):  # a copy uses both
@@ -110,7 +110,7 @@ class CopyingChannel(Channel):
         return copy.requires_grad_(tensor.requires_grad)
 
     def get(self, i: int) -> Any:
-        """Wait for micro-batch i, as the receiver's current stream does for its copy."""
+        """Waits for micro-batch i, as the receiver's current stream does for its copy."""
         value, arrived = super().get(i)
         stream = cuda.current_stream(self._target)
         stream.wait_event(arrived)

@@ -6,17 +6,17 @@ copy. But grad mode, autocast, the default device, hooks on saved tensors and th
 (streams.py) are thread-local in torch and must be carried over from the caller. Other modes, such
 as `FlopCounterMode`, are objects for one thread: under them a call is refused.
 
-Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
+Idea. `cpu:0` and `cpu:1` are *logical* devices: worker k of n binds itself to the k-th of n
 slices of this process' cores, and uses as many intra-op threads. Threads that OpenMP starts later
 inherit the binding. If the system cannot bind a thread (macOS), only the number of threads is set.
 
-Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` are returned
+Every task is answered, whatever it raises: `SystemExit` and `KeyboardInterrupt` are returned
 too, with their traceback, and the worker continues.
 
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
 a task that fails wakes those that wait for it (executor.py), and a call collects the answer of
-every task. If it is interrupted, or a worker is gone, it calls ``stop`` and ends the crew: whoever
+every task. If it is interrupted, or a worker is gone, it calls `stop` and ends the crew: whoever
 goes on makes a new Pipe.
 """
 
@@ -46,7 +46,7 @@ from .streams import Streams
 
 
 class Queue(SimpleQueue[Any]):
-    """Holds tasks for a worker, or its answers. ``thread``: the worker's."""
+    """Holds tasks for a worker, or its answers. `thread`: the worker's."""
 
     thread: threading.Thread
 
@@ -66,7 +66,7 @@ class Task:
         self._saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def compute(self) -> Any:
-        """Run it; called on the worker's thread."""
+        """Runs it; called on the worker's thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))  # changes grad mode, too
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
@@ -97,10 +97,10 @@ def _refuse_modes() -> None:
 
 
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
-    """Answer each task of ``in_queue``, until None arrives.
+    """Answers each task of `in_queue`, until None arrives.
 
-    Puts ``(True, (task, result))``, or ``(False, exc_info)`` if the task raised, and at the end
-    ``(False, None)``.
+    Puts `(True, (task, result))`, or `(False, exc_info)` if the task raised, and at the end
+    `(False, None)`.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while True:
@@ -117,10 +117,10 @@ def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
 
 
 def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Queue]]:
-    """Start one daemon thread per distinct device; return its queues for each of ``devices``.
+    """Starts one daemon thread per distinct device; returns its queues for each of `devices`.
 
     A repeated device has one worker, and its queues appear again. Put a `Task` into
-    ``in_queues[j]``, get its answer from ``out_queues[j]``; None ends a worker.
+    `in_queues[j]`, get its answer from `out_queues[j]`; None ends a worker.
     """
     # cuda is cuda:k, the same worker
     names = [d if d.type == "cpu" else memory_of(d) for d in devices]
@@ -143,7 +143,7 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
 
 
 def _take_cores(k: int, n: int) -> None:
-    """Bind this thread to the k-th of n slices of the cores."""
+    """Binds this thread to the k-th of n slices of the cores."""
     cores = core_slice(k, n)
     if cores:
         pin(cores)
@@ -154,7 +154,7 @@ def _take_cores(k: int, n: int) -> None:
 
 
 class Crew:
-    """One worker thread per distinct device. ``close`` or garbage collection ends them."""
+    """One worker thread per distinct device. `close` or garbage collection ends them."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._calls = threading.RLock()  # held by the thread whose call is running
@@ -167,8 +167,8 @@ class Crew:
     def run(
         self, jobs: Mapping[int, Callable[[], Any]], stop: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Run each function on the worker of its stage, in parallel, as a `Task` of this thread;
-        return the results in order.
+        """Runs each function on the worker of its stage, in parallel, as a `Task` of this thread;
+        returns the results in order.
 
         Raises the error of the first that fails, with its traceback, after all have ended.
         """

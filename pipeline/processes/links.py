@@ -59,11 +59,11 @@ class PeerError(dist.DistError):
 
 
 class Link:
-    """A link with the global rank ``peer``. All messages have names of their own.
+    """A link with the global rank `peer`. All messages have names of their own.
 
     Args:
         heads: gloo's group.
-        bodies: groups for the bodies that this rank sends, and receives, on ``device``; none if
+        bodies: groups for the bodies that this rank sends, and receives, on `device`; none if
             they go through the CPU's memory.
     """
 
@@ -151,8 +151,8 @@ class Link:
 def open_links(
     pairs: Sequence[tuple[int, int]], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> dict[int, Link]:
-    """This rank's links, by peer, through the ``groups`` of `runtime.mesh.message_groups`. All
-    their ranks must call it together; ``pairs``: the linked pairs of ranks, the lower first, in one
+    """This rank's links, by peer, through the `groups` of `runtime.mesh.message_groups`. All
+    their ranks must call it together; `pairs`: the linked pairs of ranks, the lower first, in one
     order on all ranks."""
     heads, *bodies = groups  # bodies: up, down; or none
     rank, members = dist.get_rank(heads), dist.get_process_group_ranks(heads)  # members: global

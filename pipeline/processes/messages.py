@@ -29,7 +29,7 @@ _Place = tuple[int, tuple[int, ...], torch.dtype, bool]  # offset in bytes, shap
 
 
 class Message(pickle.Pickler):
-    """A value to send: its ``head``, and a body of ``nbytes``."""
+    """A value to send: its `head`, and a body of `nbytes`."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
@@ -50,13 +50,13 @@ class Message(pickle.Pickler):
         return self._tensors[id(value)][1]
 
     def write(self, body: Tensor) -> None:
-        """Copies the tensors into ``body``, a tensor of bytes."""
+        """Copies the tensors into `body`, a tensor of bytes."""
         for tensor, place in self._tensors.values():
             _at(body, place).copy_(tensor.detach())
 
 
 class Received(pickle.Unpickler):
-    """A value on the other side. Its tensors are views of ``body``."""
+    """A value on the other side. Its tensors are views of `body`."""
 
     def __init__(self, head: bytes, body: Tensor) -> None:
         super().__init__(io.BytesIO(head))

@@ -27,7 +27,7 @@ Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting,
 
 
 class PeerChannel:
-    """Values of one kind over a link, from the first of the two ``ends`` to the second: stages, for
+    """Values of one kind over a link, from the first of the two `ends` to the second: stages, for
     the channels of `Dataflow`, or ranks.
 
     Attributes:
@@ -119,7 +119,7 @@ class Neighbours:
             self._from_users[peer] = self._channel(peer, what, "rank", (peer, rank))
 
     def broadcast(self, value: Tensor, source: int) -> None:
-        """Overwrites a tensor on the CPU by what the rank ``source`` has."""
+        """Overwrites a tensor on the CPU by what the rank `source` has."""
         if self._groups:
             attempt(dist.broadcast, value, None, self._groups[0], False, source)
 
@@ -127,7 +127,7 @@ class Neighbours:
         self, parameters: Mapping[str, nn.Parameter], terms: Mapping[str, Mapping[int, Tensor]]
     ) -> Gradients:
         """Sums the gradients of parameters shared by several stages, in the order of the stages:
-        the same bits on all of their ranks. ``terms``: this rank's gradients, by name and stage."""
+        the same bits on all of their ranks. `terms`: this rank's gradients, by name and stage."""
         by_rank = {self.rank: terms, **self._exchanged(terms)}
         sums: Gradients = {}
         for name, users in self._tied.items():

@@ -63,7 +63,7 @@ _GRACE = 0.2  # seconds that a failure's consequences wait, so that its cause is
 
 
 class ProcessPipe:
-    """A pipeline on the ranks of ``group``; stage s has the next ``sizes[s]`` of ``layers``.
+    """A pipeline on the ranks of `group`; stage s has the next `sizes[s]` of `layers`.
 
     Args:
         layers: all layers, on every rank; other ranks' are best on the meta device.
@@ -73,7 +73,7 @@ class ProcessPipe:
         group: the ranks; by default all.
         messages: groups of these ranks, from a `Mesh` or `message_groups`; by default they are
             made here, which takes all ranks of the world.
-        model: gives the parameters their names; by default ``layers`` does.
+        model: gives the parameters their names; by default `layers` does.
         initialize: writes the values of tensors on the meta device.
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
             receive and all_reduce (of tied gradients); micro-batch below 0: none.
@@ -139,7 +139,7 @@ class ProcessPipe:
         self._broken: str | None = None
 
     def close(self) -> None:
-        """Hang up. Call it after the last step of all ranks, when every message was received."""
+        """Hangs up. Call it after the last step of all ranks, when every message was received."""
         self._broken = self._broken or "it is closed"
         self._neighbours.close()
 
@@ -159,14 +159,14 @@ class ProcessPipe:
         scale: float | Tensor = 1.0,
         ready: Ready = lambda _: None,
     ) -> Tensor:
-        """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
+        """Runs forward and backward of a batch by `schedule`, adds to `.grad`, returns the loss.
 
-        Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
-        the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
+        Like `Pipe.train_step`: `loss_fn(output, target)` returns the sum over a micro-batch, and
+        the loss is `scale` times all sums. x and target are cut into `num_microbatches`, unless
         they are `MicroBatches`. The loss, in float64, is returned on the rank with the last stage;
         on the others it is 0, so that it is the sum over the ranks.
 
-        ``ready`` is called with parameters whose ``.grad`` is whole: layer by layer during the last
+        `ready` is called with parameters whose `.grad` is whole: layer by layer during the last
         backward, so that data-parallel buckets can leave before it ends; at the end with those that
         are on several stages.
 
@@ -206,7 +206,7 @@ class ProcessPipe:
         """The last layer's output, on the rank with the last stage; None elsewhere.
 
         No gradients. The layers run in the mode in which they are: for an evaluation, call
-        ``module.eval()`` before and ``module.train()`` after. ``beside`` (e.g. a cache) belongs to
+        `module.eval()` before and `module.train()` after. `beside` (e.g. a cache) belongs to
         this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
         with self._step(), torch.no_grad():
@@ -216,7 +216,7 @@ class ProcessPipe:
             return end.get(0) if self._is_last else None
 
     def from_last(self, value: Tensor) -> Tensor:
-        """``value``, on the CPU, with what the rank with the last stage has there."""
+        """`value`, on the CPU, with what the rank with the last stage has there."""
         with self._step():
             self._neighbours.broadcast(value, self.ranks[-1])
             return value
@@ -260,7 +260,7 @@ class ProcessPipe:
             raise
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
-        """This rank's stages, for one step; ``how``: other arguments of `Stage`."""
+        """This rank's stages, for one step; `how`: other arguments of `Stage`."""
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
@@ -272,7 +272,7 @@ class ProcessPipe:
     def _run(
         self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Channel
     ) -> None:
-        """This rank's list. ``end``: what the last stage hands its results to."""
+        """This rank's list. `end`: what the last stage hands its results to."""
         inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
         first, n = Channel(), len(self.ranks)
         for i, value in enumerate(inputs):
@@ -285,7 +285,7 @@ class ProcessPipe:
 
 
 class _With(nn.Module):
-    """A stage's layers as one, with ``beside`` as fields of its input, a NamedTuple."""
+    """A stage's layers as one, with `beside` as fields of its input, a NamedTuple."""
 
     def __init__(self, layers: nn.Sequential, beside: Mapping[str, Any]) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SH
 
 
 def chunks_of(name: str, chunks: int | None = None) -> int:
-    """The stages per rank of the schedule called ``name``: ``chunks``, or its own number.
+    """The stages per rank of the schedule called `name`: `chunks`, or its own number.
 
     Raises ValueError, with a value that works, if its number differs, or if the name is unknown.
     """
@@ -62,7 +62,7 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
 
 
 def find(name: str, chunks: int | None = None) -> BuildSchedule:
-    """The schedule called ``name``, a function of the numbers of ranks and micro-batches.
+    """The schedule called `name`, a function of the numbers of ranks and micro-batches.
 
     Raises ValueError like `chunks_of`.
     """
@@ -81,7 +81,7 @@ def validated(
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, a name or a function, and its actions `in_order`.
 
-    ``ranks[s]`` has stage s.
+    `ranks[s]` has stage s.
     """
     num_ranks = len(set(ranks))
     if isinstance(schedule, str):

@@ -77,7 +77,7 @@ Pattern = list[tuple[int, Action]]  # a rank's actions for micro-batch 0, with t
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over ``chunks`` stages per rank, stage s on rank s mod n. One chunk: 1F1B.
+    """1F1B over `chunks` stages per rank, stage s on rank s mod n. One chunk: 1F1B.
 
     Micro-batches pass in groups of n. If n does not divide their number, the groups are fewer and
     larger, their sizes at most one apart: no rank waits longer, but it holds up to n - 1 more.
@@ -170,7 +170,7 @@ def _patterns(
     num_ranks: int, steps: tuple[int, int, int, int], waits: tuple[int, ...]
 ) -> Iterator[Pattern]:
     """Per rank, the clocks of a micro-batch's actions; stops early if two actions of a rank fall on
-    the same clock of the period. ``steps``: clocks from rank to rank; ``waits``: extra clocks
+    the same clock of the period. `steps`: clocks from rank to rank; `waits`: extra clocks
     before the last rank's second F, rank 0's first I, and the last rank's second I."""
     n, (up, down, back_up, back_down) = num_ranks, steps
     turn = (n - 1) * up + 1 + waits[0]  # clock of the last rank's second F
@@ -216,7 +216,7 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
     A rank without forwards left does W only if nothing else is ready. Before that, W keeps its
     place: I takes longer than F and W, so an I moved before a W, as early as clocks of one length
     allow, would wait for its gradient in every period. A forward may overtake other actions of the
-    list if the rank, doing them later, never holds more than ``most``. So the rest of the list
+    list if the rank, doing them later, never holds more than `most`. So the rest of the list
     always stays feasible.
     """
     rest = [list(actions) for actions in lists]  # by rank; so are the next two

@@ -11,7 +11,7 @@ from .schedule import HELD_MORE, Action, Schedule, clock_table, stage_ranks
 
 def peak_alive(schedule: Schedule, held: Callable[[int], float] = lambda _: 1) -> list[float]:
     """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
-    once for each of its stages; or the most bytes, if one of stage s has ``held(s)``."""
+    once for each of its stages; or the most bytes, if one of stage s has `held(s)`."""
     return [
         max(accumulate(HELD_MORE[kind] * held(stage) for kind, stage, _ in actions))
         for actions in schedule

@@ -105,7 +105,7 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _whole_backwards(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
-    """Stage s starts with ``warm_ups[s]`` forwards."""
+    """Stage s starts with `warm_ups[s]` forwards."""
     numbers = range(num_microbatches)
     return [
         alternate(
@@ -116,7 +116,7 @@ def _whole_backwards(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """The order of one rank: ``warm_up`` forwards, then a forward and a backward in turn until the
+    """The order of one rank: `warm_up` forwards, then a forward and a backward in turn until the
     forwards end, then the other backwards."""
     steady = zip(forwards[warm_up:], backwards, strict=False)
     pairs = [action for pair in steady for action in pair]
@@ -138,7 +138,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
-    """Forwards only, for evaluation; ``ranks[s]`` has stage s. A rank's stages run in sequence."""
+    """Forwards only, for evaluation; `ranks[s]` has stage s. A rank's stages run in sequence."""
     schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
     for s, r in enumerate(ranks):
         schedule[r] += [Action(FORWARD, s, i) for i in range(num_microbatches)]
@@ -202,7 +202,7 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """What must have `ended_with` the actions before ``action``, so that it can start."""
+    """What must have `ended_with` the actions before `action`, so that it can start."""
     kind, s, i = action
     if kind is FORWARD:
         return [Action(FORWARD, s - 1, i)] if s > 0 else []
@@ -214,13 +214,13 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
 
 
 def ended_with(action: Action) -> list[Action]:
-    """What is done when ``action`` ends: a whole backward is both halves, too."""
+    """What is done when `action` ends: a whole backward is both halves, too."""
     halves = _HALVES if action.kind is BACKWARD else ()
     return [action, *(action._replace(kind=half) for half in halves)]
 
 
 def validate(schedule: Schedule, num_microbatches: int) -> None:
-    """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
+    """Raises ValueError, naming the action, unless `schedule` can run and does all the work.
 
     Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), exactly once for
     each micro-batch. Nothing deadlocks.

@@ -1,13 +1,13 @@
 """The operators of a module in order, as recorded by `torch.export`.
 
-`torch.export` runs ``forward`` once, in Python, on tensors with shapes but without values. The
-trace holds for other sizes under conditions, which `Program.enter` checks: if ``forward``
-branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
+`torch.export` runs `forward` once, in Python, on tensors with shapes but without values. The
+trace holds for other sizes under conditions, which `Program.enter` checks: if `forward`
+branches on `x.size(1) > 4`, inputs must take the same branch as the example. A branch on values
 cannot be traced: torch's error names its line.
 
-Not public: ``_guards_fn``, which checks the conditions of torch.export;
-``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is; and
-``_is_setup_context_defined``, which tells of a call of an autograd function.
+Not public: `_guards_fn`, which checks the conditions of torch.export;
+`backed_size_oblivious`, without which torch assumes that a size that may be 1 never is; and
+`_is_setup_context_defined`, which tells of a call of an autograd function.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Program:
         inputs, output: the nodes before and after them.
         tensors: the parameters, buffers and constants they use, with their names.
         starts: for each submodule, by name, the number of operators before its first call.
-        enter: of the first stage's input, the values of ``inputs``. Raises ValueError if it has
+        enter: of the first stage's input, the values of `inputs`. Raises ValueError if it has
             another structure than the example, AssertionError if its sizes, or values that are no
-            tensors, would have taken another way through ``forward``.
-        leave: of the values of ``output``, what forward returns.
+            tensors, would have taken another way through `forward`.
+        leave: of the values of `output`, what forward returns.
     """
 
     def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Program:
         return [self.order[user] for user in node.users]
 
     def crossing(self, position: int) -> list[fx.Node]:
-        """The values handed on by a cut after the first ``position`` operators."""
+        """The values handed on by a cut after the first `position` operators."""
         before = (*self.inputs, *self.nodes[:position])
         return [node for node in before if any(k >= position for k in self.uses(node))]
 

@@ -20,11 +20,11 @@ A stage holds the model's own parameters and buffers that its operators use, und
 shared parameter is on every stage that uses it, and the pipe adds up its gradients.
 
 Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
-are two traces, and ``stage.training`` chooses one. In that of the module's own mode each submodule
+are two traces, and `stage.training` chooses one. In that of the module's own mode each submodule
 has its mode, so that a part that is frozen stays as it is; in the other all have the other.
 
 Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
-the same operators as larger batches. Assumptions (the branch taken at ``if x.size(1) > 4``) are
+the same operators as larger batches. Assumptions (the branch taken at `if x.size(1) > 4`) are
 checked for every input.
 
 Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the
@@ -68,16 +68,16 @@ _CALLED: dict[Any, Any] = {_aten.linear.default: _linear, _aten.addmm.default: _
 
 
 def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.Sequential:
-    """The stages of ``module``, which share its parameters and buffers.
+    """The stages of `module`, which share its parameters and buffers.
 
     Args:
-        module: may be on the meta device, for a `ProcessPipe` with ``initialize``.
+        module: may be on the meta device, for a `ProcessPipe` with `initialize`.
         example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
             arguments, or a dict of keyword arguments. Other values than tensors are fixed.
         at: names of submodules, in any order: a stage begins at the first call of each.
 
     Raises ValueError if there is no such submodule, or if the stages would not compute what
-    ``module`` does: custom autograd functions, hooks on the backward, a buffer that is written to
+    `module` does: custom autograd functions, hooks on the backward, a buffer that is written to
     and used on several stages. Torch's own errors tell what else cannot be traced.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -100,7 +100,7 @@ def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.
 
 
 class _Code(NamedTuple):
-    """Some of a program's operators: ``leave(run(stage, device, *enter(value)))``, where ``stage``
+    """Some of a program's operators: `leave(run(stage, device, *enter(value)))`, where `stage`
     has the tensors, by their names."""
 
     enter: Callable[[Any], Sequence[Any]]
@@ -133,7 +133,7 @@ class Traced(nn.Module):
 
 
 def _code(program: Program, begin: int, end: int) -> _Code:
-    """The operators ``begin`` to ``end``."""
+    """The operators `begin` to `end`."""
     first, last = begin == 0, end == len(program.nodes)  # of all stages
     takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
     gives = program.output.args[0] if last else tuple(program.crossing(end))

@@ -39,7 +39,7 @@ def results(tmp_path: Path) -> Results:
     units = ("positions/s", "real tokens/s")
     task: Any = SimpleNamespace(
         score_name="BLEU", score_title="BLEU", score_details={"bleu_tokenizer": "13a"},
-        units=units, tested=lambda: PAIRS,
+        units=units, scored_examples=lambda: PAIRS,
     )  # fmt: skip
     model: Any = SimpleNamespace(results_per_rank=True, dp_rank=0)
     args = Options(workdir=tmp_path)
