@@ -115,6 +115,8 @@ ONLY = {
     "schedule": "pipeline 3d", "chunks": "pipeline 3d", "balance": "pipeline model 3d",
     "sequence_parallel": "tensor 3d", "attention": "context 3d", "zero": "fsdp context 3d",
     "compile": "none single ddp",
+    **dict.fromkeys(("experts", "top_k", "balance_coefficient"),
+                    "none single ddp fsdp pipeline model context 3d"),
 }  # fmt: skip
 """The options that only some strategies have, and those strategies."""
 

@@ -106,7 +106,7 @@ train ddp --model gpt2-mini --experts 6 --ep 4 --num_workers 4 => ep divides the
 train ddp --model gpt2-mini --ep 2 => ep divides the experts, and the data-parallel ranks
 train fsdp --model gpt2-mini --experts 2 --top_k 3 => different ones; --top_k 1 to 2 works
 train ddp --experts 4 => for a GPT-2 from scratch (gpt2-mini, gpt2, gpt2-medium, gpt2-large,
-train tensor --model gpt2-mini --experts 4 => are dealt out whole; --ep, w
+train tensor --model gpt2-mini --experts 4 => context and 3d alone can have it; leave it out
 train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => are dealt out whole; --ep, w
 train ddp --model gpt2-mini --experts 4 --compile => would be compiled again; leave it out
 # languages
