@@ -27,8 +27,8 @@ them in the largest layer:
 On GPUs a step waits for none: counts and announcements are exchanged by the CPUs, if the group has
 them (`init_process_group("cpu:gloo,cuda:nccl")`).
 
-All ranks must make the same calls. A rank without examples calls ``forward(None)`` and
-``backward(None)``, and contributes zeros; `train_step` does so by itself.
+All ranks must make the same calls. A rank without examples calls `forward(None)` and
+`backward(None)`, and contributes zeros; `train_step` does so by itself.
 
 Gradients are *summed* over ranks and micro-batches. For the mean over all target tokens of the
 global batch, divide each micro-batch's summed loss by the global number of tokens.
@@ -77,7 +77,7 @@ class FullyShardedDataParallel:
             others those of rank 0. Parameters then have memory only while their layer computes.
         make_optimizer: of the trainable shards, one flat tensor per unit (shards.py).
         names: of the parameters, and of buffers on the meta device; by default those of
-            ``nn.Sequential(*layers)``.
+            `nn.Sequential(*layers)`.
         init: fills one parameter or buffer, by its name.
         zero: 2 or 3.
         compute_dtype: the type in which parameters are gathered and layers compute, e.g. bf16.
@@ -258,7 +258,7 @@ class FullyShardedDataParallel:
         return total
 
     def finish_gradients(self) -> None:
-        """Waits until the ``grad`` of every shard is the sum over the ranks, to be inspected or
+        """Waits until the `grad` of every shard is the sum over the ranks, to be inspected or
         scaled before `optimizer_step` (which also calls this). All ranks must call it."""
         if self._reducing:
             with self._record("reduce_scatter", -1):

@@ -56,7 +56,7 @@ class _Note(NamedTuple):
 
 
 class SameDraws:
-    """Inside the first ``with draws.entered():`` torch draws as usual; later ones draw the same
+    """Inside the first `with draws.entered():` torch draws as usual; later ones draw the same
     again, and restore the generators at the end. Not for threads, which share the CPU generator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class SameDraws:
 
 
 class LayerGraph(Graph):
-    """The graph of one layer. ``leaves``: its parameters, by trainable unit."""
+    """The graph of one layer. `leaves`: its parameters, by trainable unit."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

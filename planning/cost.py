@@ -80,7 +80,7 @@ class PricedStep:
     """The step of a layout, predicted. What its actions cost is known at once; they are put in
     order when the seconds are first asked for.
 
-    Raises ValueError if the layout cannot run, unless it has run (``legal`` is False).
+    Raises ValueError if the layout cannot run, unless it has run (`legal` is False).
     """
 
     def __init__(self, model: Model, layout: Layout, machine: Machine, legal: bool = True) -> None:
@@ -161,7 +161,7 @@ class PricedStep:
         return PricedStage(passes, exchange, update, number, shard, held, working)
 
     def _scattered(self, each: float, number: float, apart: float) -> float:
-        """Seconds to reduce or gather so many bytes of each parameter; ``apart``: of experts."""
+        """Seconds to reduce or gather so many bytes of each parameter; `apart`: of experts."""
         shared = self.replicas.scatter(each * (number - apart))
         return shared + self.of_experts.scatter(each * apart)
 
@@ -250,7 +250,7 @@ class PricedStep:
         return bound
 
     def _numbers(self, of: Callable[[Simulator], list[float]]) -> list[float]:
-        """Numbers ``of`` the step. A long one repeats itself: two short ones, with n micro-batches
+        """Numbers `of` the step. A long one repeats itself: two short ones, with n micro-batches
         more in the second, tell what n in its middle add, if anything."""
         n, m = self.layout.pp, self.layout.num_microbatches
         times = 5 + 8 // n  # a V falls into step late, and so do a few ranks

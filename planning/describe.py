@@ -111,10 +111,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is laid out. Its options are those of train.py. ``dp`` counts all replicas; groups
-    of ``ep`` of them share the experts.
+    """How a step is laid out. Its options are those of train.py. `dp` counts all replicas; groups
+    of `ep` of them share the experts.
 
-    ``order``: which ranks are neighbours, outermost first. Tensor is always innermost: train.py has
+    `order`: which ranks are neighbours, outermost first. Tensor is always innermost: train.py has
     replicas outermost (dp-pp-tp), Megatron-LM and nanotron have stages outermost (pp-dp-tp).
     """
 
@@ -171,7 +171,7 @@ class Layout:
         return self.tp * (1 if self.order == "pp-dp-tp" else self.pp)
 
     def nodes(self, most: int) -> int:
-        """The fewest nodes of ``most`` GPUs at most that have equally many each. Raises ValueError
+        """The fewest nodes of `most` GPUs at most that have equally many each. Raises ValueError
         if these are more than twice as many as could hold them."""
         fewest = -(-self.gpus // most)
         nodes = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
@@ -225,7 +225,7 @@ def _up(number: int, of: int) -> int:
 @dataclass(frozen=True)
 class Machine:
     """A cluster, and how well the software that it was calibrated with uses it. A file may begin
-    with ``like: NAME`` and change some of these."""
+    with `like: NAME` and change some of these."""
 
     name: str
     source: str
@@ -329,7 +329,7 @@ def machine(
 
 
 def _read(path: Path, said: str) -> Figures:
-    """The figures of a machine's file, and of those of `machines/` that it is ``like``."""
+    """The figures of a machine's file, and of those of `machines/` that it is `like`."""
     if not path.is_file():
         raise ValueError(f"--machine {said}: a YAML file, or one of {', '.join(machines())}")
     try:

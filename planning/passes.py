@@ -69,14 +69,14 @@ class Group(NamedTuple):
     network: float  # and between nodes
 
     def scatter(self, size: float) -> float:
-        """Seconds of a reduce-scatter or all-gather of ``size`` bytes, by a ring."""
+        """Seconds of a reduce-scatter or all-gather of `size` bytes, by a ring."""
         hops, nodes = self.size - 1, self.size // self.inside
         between = min(hops, nodes) if nodes > 1 else 0  # of the hops, those that leave a node
         latency = (hops - between) * self.link + between * self.network
         return size * hops / self.size / self.bandwidth + latency
 
     def reduce(self, size: float) -> float:
-        """Seconds of an all-reduce of ``size`` bytes, by a ring."""
+        """Seconds of an all-reduce of `size` bytes, by a ring."""
         return 2 * self.scatter(size)
 
 

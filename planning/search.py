@@ -55,7 +55,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[Layout]:
-    """Every legal layout. ``fixed``: options with the only value that is tried."""
+    """Every legal layout. `fixed`: options with the only value that is tried."""
     given = {name: value for name, value in fixed.items() if value is not None}
     batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
@@ -94,7 +94,7 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
 
 def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
     """The fastest steps that fit, fastest first: at least all that are equal to the first, and one
-    of each of ``top`` cuts of the model."""
+    of each of `top` cuts of the model."""
     best: list[PricedStep] = []
     for step in sorted(steps, key=lambda step: step.least_seconds):
         rows = one_of_each_cut(best)

@@ -45,7 +45,7 @@ def site_of(name: str) -> int:
 
 
 def mixed(number: int, site: int, index: int) -> int:
-    """A well-spread 63-bit seed for draws of a place, such as a layer and a micro-batch. ``index``
+    """A well-spread 63-bit seed for draws of a place, such as a layer and a micro-batch. `index`
     is below 2^32. (The finaliser of splitmix64.)"""
     z = (number + 0x9E3779B97F4A7C15 * ((site << 32) + index + 1)) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -27,7 +27,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class Graph:
-    """One piece, with its tensors on the device ``memory``."""
+    """One piece, with its tensors on the device `memory`."""
 
     def __init__(self, memory: torch.device) -> None:
         self._memory = memory
@@ -45,14 +45,14 @@ class Graph:
     def record(
         self, value: Any, run: Callable[[Any], Any], copy: bool, checkpoint: bool = False
     ) -> Any:
-        """``run(value)``, detached; ``requires_grad`` marks the leaves that are part of the graph.
+        """`run(value)`, detached; `requires_grad` marks the leaves that are part of the graph.
 
-        ``run`` may write to the tensors of ``value``: nobody else reads them. If somebody does, let
-        it work on a ``copy``: the batch belongs to the caller, and its micro-batches share memory.
+        `run` may write to the tensors of `value`: nobody else reads them. If somebody does, let
+        it work on a `copy`: the batch belongs to the caller, and its micro-batches share memory.
         A tensor that appears twice stays one tensor, and its gradient is found at its first
         position.
 
-        ``checkpoint`` frees what backward needs; `recompute`, with the same ``run``, makes it
+        `checkpoint` frees what backward needs; `recompute`, with the same `run`, makes it
         again.
         """
         training = torch.is_grad_enabled()
@@ -81,7 +81,7 @@ class Graph:
         return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
-        """Rebuilds a checkpointed graph. ``run`` must compute the same bits again.
+        """Rebuilds a checkpointed graph. `run` must compute the same bits again.
 
         Raises RuntimeError if x has been written to in between.
         """
@@ -104,9 +104,9 @@ class Graph:
         retain_graph: bool = False,
     ) -> tuple[list[Tensor | None], Gradients]:
         """The gradients of x and of the parameters. They may share memory, with each other and with
-        ``gradients``.
+        `gradients`.
 
-        ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
+        `gradients` has one entry per leaf of y, and the first result one per leaf of x: None
         for a leaf without a gradient.
         """
         of_outputs = {k: gradients[k] for k in self._y}
@@ -130,7 +130,7 @@ class Graph:
         return result, {p: g for p, g in of_parameters if g is not None}
 
     def release(self) -> None:
-        """Let go of x and y. Weight products still to be computed keep their own operands."""
+        """Lets go of x and y. Weight products still to be computed keep their own operands."""
         self._x, self._y = {}, {}
 
 
@@ -148,7 +148,7 @@ def memory_of(device: torch.device) -> torch.device:
 
 
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
-    """Move a tensor to a device. A copy to a GPU is asynchronous: the CPU does not wait for it."""
+    """Moves a tensor to a device. A copy to a GPU is asynchronous: the CPU does not wait for it."""
     return tensor.to(memory, non_blocking=memory.type != "cpu", copy=copy)
 
 

@@ -45,7 +45,7 @@ class ForeignLeaves:
         self._seen = {get_gradient_edge(t).node for t in tensors_of(inputs) if t.requires_grad}
 
     def refuse(self, value: Any, who: str) -> None:
-        """RuntimeError if ``value``, which ``who`` has computed, depends on an unknown leaf.
+        """RuntimeError if `value`, which `who` has computed, depends on an unknown leaf.
 
         A leaf that the layer itself creates counts too: it looks the same as the caller's.
         """
@@ -67,7 +67,7 @@ class ForeignLeaves:
 
 @contextmanager
 def buffers_unchanged(layer: Any, name: str, runs_again: bool) -> Iterator[None]:
-    """ValueError if ``layer``, called ``name``, writes to a buffer inside and ``runs_again``."""
+    """ValueError if `layer`, called `name`, writes to a buffer inside and `runs_again`."""
     watched = runs_again and isinstance(layer, nn.Module)
     before = {key: b.clone() for key, b in layer.named_buffers()} if watched else {}
     yield
@@ -87,7 +87,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def refuse_shared_memory(value: Any, who: str) -> None:
-    """ValueError if two tensors in ``value``, which ``who`` hands on, have memory in common. The
+    """ValueError if two tensors in `value`, which `who` hands on, have memory in common. The
     same tensor twice does not count. A tensor's memory reaches from its first element to its last,
     including the elements its strides skip."""
     places: list[tuple[Any, ...]] = []  # storage, first byte, last byte
@@ -106,7 +106,7 @@ def refuse_shared_memory(value: Any, who: str) -> None:
 
 
 def refuse_gradient(value: Any, what: str, instead: str) -> None:
-    """RuntimeError if a tensor in ``value`` requires a gradient, which nobody would bring back."""
+    """RuntimeError if a tensor in `value` requires a gradient, which nobody would bring back."""
     if any(t.requires_grad for t in tensors_of(value)):
         raise RuntimeError(
             f"{what} requires grad, and its gradient would be lost: {instead}; or detach() it, if "
@@ -121,7 +121,7 @@ def refuse_gradient_hooks(
 
     Args:
         why: as "which would never run", and what to do.
-        also_after: those that run after it has been added to ``.grad``, too.
+        also_after: those that run after it has been added to `.grad`, too.
     """
     for name, p in parameters:
         if p._backward_hooks or (also_after and p._post_accumulate_grad_hooks):

@@ -88,7 +88,7 @@ class Product:
         return a.mm(b).to(p.dtype)  # under autocast x and dy are narrower
 
     def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
-        """Add `gradient` of p to ``total``."""
+        """Adds `gradient` of p to `total`."""
         if p is self.weight and self.fused and self.x.dtype == self.dy.dtype == total.dtype:
             total.addmm_(*self._factors())  # one kernel, and no dw in memory
         else:
@@ -102,9 +102,9 @@ class Product:
 class WeightsLater:
     """The gradients of one micro-batch in a stage, on their way to the totals over micro-batches.
 
-    Inside ``with later:`` the products of this thread leave their weights' gradients: their
-    backwards append to ``products``. A parameter with several gradients in the micro-batch (from
-    several products, or from a product and something else) has them added up in ``sums`` first. So
+    Inside `with later:` the products of this thread leave their weights' gradients: their
+    backwards append to `products`. A parameter with several gradients in the micro-batch (from
+    several products, or from a product and something else) has them added up in `sums` first. So
     each parameter has one sum per micro-batch, in the order of the backward, whenever the halves
     run.
 
@@ -113,7 +113,8 @@ class WeightsLater:
         shared: parameters that get more elsewhere, as do those of products.
         casts: weights in autocast's type, kept for one step, as autocast does.
 
-    ``at_once``: whether the second half follows at once, so that it may run beside an exchange.
+    Attributes:
+        at_once: whether the second half follows at once, so that it may run beside an exchange.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class WeightsLater:
         return self._casts[parameter]
 
     def add(self, gradients: Gradients) -> None:
-        """Add what the first half of a backward has computed."""
+        """Adds what the first half of a backward has computed."""
         more = {p for product in self.products for p in product.trained} | {*self._shared}
         # dense: an embedding's may be sparse, and a product's, or another layer's, is not
         _add(self.sums, {p: g.to_dense() for p, g in gradients.items() if p in more})
@@ -183,7 +184,7 @@ def linear(
     parameter, or torch.func differentiates.)
 
     Args:
-        weight: [K, N]; ``transposed``: [N, K].
+        weight: [K, N]; `transposed`: [N, K].
         exchange: with the ranks that have the other columns. Weight and bias are parameters then.
     """
     later = later_of(x, weight, bias)
@@ -233,7 +234,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """``weight`` and ``bias`` are arguments so that the result has a graph even if x has none, and
+    """`weight` and `bias` are arguments so that the result has a graph even if x has none, and
     to get their gradients if nothing is left for later. The others: the operands, and how."""
 
     @staticmethod
@@ -277,7 +278,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _add(totals: Gradients, new: Gradients) -> None:
-    """Add the gradients to their totals, in one call for all.
+    """Adds the gradients to their totals, in one call for all.
 
     The first one is copied: totals are written to, and its memory may be another gradient's, too.
     (Autograd hands the same tensor to both terms of a sum.)

@@ -100,7 +100,7 @@ def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
 
 
 def message_groups(members: Sequence[int], timeout: float) -> list[dist.ProcessGroup]:
-    """Groups in which the ranks ``members`` send each other messages: one for the CPU's memory, and
+    """Groups in which the ranks `members` send each other messages: one for the CPU's memory, and
     with NCCL one more per direction. All ranks of the world must call it together.
 
     They are apart from other groups, because a rank that fails closes them, so that nobody waits.

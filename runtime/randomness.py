@@ -61,7 +61,7 @@ def step_seed() -> int:
 
 
 class OfProcess:
-    """The generators of this process and of its device, seeded before each layer by ``seed``, the
+    """The generators of this process and of its device, seeded before each layer by `seed`, the
     number of the step. Use it inside `torch.random.fork_rng`."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -80,7 +80,7 @@ class OfProcess:
 
 
 class OfThread(TorchFunctionMode):
-    """Inside ``with randomness.of(layer, i):`` torch draws from that layer's generator, on a GPU
+    """Inside `with randomness.of(layer, i):` torch draws from that layer's generator, on a GPU
     from the device's. Use it inside `gpu_restored`."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -112,7 +112,7 @@ class OfThread(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):
-    """Inside ``with``, kernels draw from the generator."""
+    """Inside `with`, kernels draw from the generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         super().__init__()

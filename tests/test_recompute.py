@@ -48,7 +48,7 @@ def test_a_second_forward_draws_the_same_and_the_generator_goes_on() -> None:
 
 
 def layers(runs: list[int] | None = None) -> nn.Sequential:
-    """Six layers that draw, write to their input, and have a product that autocast casts. ``runs``
+    """Six layers that draw, write to their input, and have a product that autocast casts. `runs`
     gets the number of those that ran."""
     torch.manual_seed(0)
     every: list[nn.Module] = [

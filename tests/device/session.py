@@ -50,7 +50,7 @@ _worlds: dict[tuple[int, str], Ranks] = {}
 
 def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """For a function that runs on the device: ranks that have it, too, started once. With another
-    ``backend`` gloo stands for NCCL under its name."""
+    `backend` gloo stands for NCCL under its name."""
     from tests.ranks import Ranks
 
     if (world_size, backend) not in _worlds or _worlds[world_size, backend].broken:

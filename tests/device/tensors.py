@@ -36,7 +36,7 @@ FREE = {  # no view, and nothing is launched
 
 
 class DeviceTensor(Tensor):
-    """A tensor of device number ``at``. ``raw`` is its memory, on the CPU."""
+    """A tensor of device number `at`. `raw` is its memory, on the CPU."""
 
     raw: Tensor
     at: int

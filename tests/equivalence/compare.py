@@ -268,7 +268,7 @@ def relative(mine: Tensor, theirs: Tensor, scale: float) -> float:
 
 
 def missing(by_rank: list[dict[Key, Any]], reference: Reference) -> Key | None:
-    """The first tensor of which no rank holds some element; ``by_rank``: shapes by offsets."""
+    """The first tensor of which no rank holds some element; `by_rank`: shapes by offsets."""
     for key, whole in reference.items():
         lacking = torch.ones(whole.shape, dtype=torch.bool)
         for sizes in by_rank:

@@ -108,7 +108,7 @@ def sharded(zero: int) -> Build:
 
 
 def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
-    """A rank per stage, or per ``chunks`` of them; m micro-batches."""
+    """A rank per stage, or per `chunks` of them; m micro-batches."""
     options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
     return lambda task, world, setup: Staged(
         task, world, having(setup, cut, **options), make_mesh({"pp": world.world_size}, 60.0)
@@ -143,7 +143,7 @@ def mesh(
 
 
 def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
-    """A thread per stage, or per ``chunks`` of them; m micro-batches. A number of stages is cut by
+    """A thread per stage, or per `chunks` of them; m micro-batches. A number of stages is cut by
     the time that layers take."""
     stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
     n = stages // chunks

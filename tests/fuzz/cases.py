@@ -140,7 +140,7 @@ def _backward(output: Tensor, target: Tensor, scale: float) -> Tensor:
 
 
 def _train(case: Case, parameters: Mapping[str, nn.Parameter], step: Step) -> Found:
-    """Some optimizer steps; ``step`` does forward and backward."""
+    """Some optimizer steps; `step` does forward and backward."""
     found: Found = {}
     make = OPTIMIZERS[case.options["optimizer"]]
     optimizer = make(list(parameters.values()) or [torch.zeros(1)])

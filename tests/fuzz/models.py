@@ -138,5 +138,5 @@ def _layers(rng: Random, domain: str) -> list[nn.Module]:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """The sum over the examples of a micro-batch. ``target``: B."""
+    """The sum over the examples of a micro-batch. `target`: B."""
     return (output.flatten(1).tanh() - target[:, None]).square().sum()

@@ -33,7 +33,7 @@ def tower(seed: int = 0) -> nn.Sequential:
 def cut(
     model: nn.Sequential, sizes: Sequence[int] = (2, 4), devices: Sequence[str] = CPU
 ) -> nn.Sequential:
-    """The same layers, ``sizes[s]`` of them on ``devices[s]``."""
+    """The same layers, `sizes[s]` of them on `devices[s]`."""
     return place_layers(list(model), sizes, devices)[0]
 
 
@@ -116,7 +116,7 @@ STEPS: list[Step] = [forward_backward, one_f_one_b, zb]
 
 def assert_trains_as_alone(make: Callable[[nn.Sequential], Pipe], home: Any = "cpu") -> Tensor:
     """Every step of a Pipe has the loss and the gradients of the tower alone; `pipe(x)` also of the
-    input, in the memory of ``home``. Returns the last loss."""
+    input, in the memory of `home`. Returns the last loss."""
     x, y = batch(8)
     expected = in_one_process(tower(), x.requires_grad_(), y)
     for step in STEPS:
@@ -186,7 +186,7 @@ def gpt2(blocks: int = 3) -> Any:
 
 
 def watched(kept: list[Any], most: int) -> Call:
-    """Doubles; ``kept`` gets references to what its backward needs, ``most`` of which may live."""
+    """Doubles; `kept` gets references to what its backward needs, `most` of which may live."""
 
     class Save(torch.autograd.Function):
         @staticmethod

@@ -216,7 +216,7 @@ def test_memory_of_messages_does_not_grow_with_the_micro_batches(rank: int, _: i
 
 
 class _Counting(deque[Any]):
-    """``most``: the most entries it had."""
+    """`most`: the most entries it had."""
 
     most = 0
 
