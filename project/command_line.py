@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -113,6 +114,9 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     for name in typed:
         if strategies and left[0] not in owners(name):
             parser.error(f"--{name}: {listed(owners(name), 'and')} alone can have it; leave it out")
+    path = typed.get("dataset", "")
+    if path.startswith(("/", ".", "~")) and not Path(path).exists():
+        parser.error(f"--dataset {path}: there is no such file or folder")
     usual = STRATEGIES[left[0]].usual if strategies else {}
     return kind(**{**usual, **typed}, typed=frozenset(typed))
 

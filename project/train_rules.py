@@ -77,13 +77,15 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
         args, "n_layer n_embd n_head vocab_size", "pretrained weights have a fixed size",
         f"only the presets can be changed ({presets})",
     )  # fmt: skip
+    near = is_it(args.model, [*PRESETS, VGG])
+    elsewhere = "/" in args.model or Path(args.model).is_dir()  # else the hub is not asked
+    yield "model", elsewhere or not near, "there is no such model", near.removeprefix("; ")
     try:
         positions = check_pretrained(args.model)
     except Exception as error:  # its readers raise many kinds
         raise UserError(
             f"--model {args.model}: neither a preset ({presets}), nor a folder or a name on the "
             f"hub with a GPT-2 and its tokenizer ({first_sentence(error)})"
-            f"{is_it(args.model, [*PRESETS, VGG])}"
         ) from error
     yield (
         "model_max_length model", args.model_max_length <= positions,

@@ -115,8 +115,8 @@ dp --tgt de => two languages are needed, as --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
-train ddp --model VGG16 => its tokenizer (OSError: We couldn't connect
-train ddp --model gpt2-min => neither a preset (gpt2-mini, gpt2,
+train ddp --model VGG16 => there is no such model; is it vgg16?
+train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
 pp --model gpt2-min => or gpt2-xl; is it gpt2-mini?; project/train.py ddp also takes pretrained
 train ddp --model ./nowhere/model => with a GPT-2 and its tokenizer (OSError: Repo id must
 train ddp --model empty => with a GPT-2 and its tokenizer (ValueError: Unrecognized

@@ -57,6 +57,7 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
             said = refused(f"{DP}--{name} {value}", refusal)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
     for line, said in (
+        (DP + "--dataset ./nowhere", "--dataset ./nowhere: there is no such file or folder"),
         (DP + "twice", "twice: there is no such option"),
         ("train ", UNNAMED),
         ("train --workdir ddp", UNNAMED),
