@@ -62,6 +62,19 @@ def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(deliver: A
     torch.testing.assert_close(totals[q], 3 * x.cos(), rtol=0, atol=1e-14)
 
 
+def test_a_whole_backward_delivers_each_layer_once() -> None:
+    """In the last micro-batch, from the last layer to the first."""
+    layers = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4).double())
+    delivered: list[list[nn.Parameter]] = []
+    stage = Stage(
+        0, layers, CPU, num_microbatches=2, deliver=lambda sums: delivered.append([*sums])
+    )
+    for i in range(2):
+        assert not delivered
+        stage.backward(i, [torch.ones_like(stage.forward(i, batch(4)[0]))])
+    assert delivered == [[*layers[1].parameters()], [*layers[0].parameters()]]
+
+
 WIDTH, LAYERS, ROWS = 64, 8, 4
 WEIGHT = WIDTH * WIDTH * 8  # bytes
 OUTPUT = ROWS * WIDTH * 8
