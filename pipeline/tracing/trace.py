@@ -132,9 +132,10 @@ class Traced(nn.Module):
         return leave(run(self, device, *values))
 
 
-def _code(program: Program, begin: int, end: int) -> _Code:
-    """The operators `begin` to `end`."""
-    first, last = begin == 0, end == len(program.nodes)  # of all stages
+def _code(program: Program, begin: int, end: int, first: bool) -> _Code:
+    """The operators `begin` to `end`. The `first` stage has none if the second begins with the
+    first operator."""
+    last = end == len(program.nodes)
     takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
     gives = program.output.args[0] if last else tuple(program.crossing(end))
     graph = fx.Graph()
@@ -174,4 +175,5 @@ def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
                 f"at={list(names)}: the buffer {buffer} is written to and used on several "
                 "stages, which would have different values of it; cut elsewhere"
             )
-    return [_code(program, *position) for position in pairwise([*begins, len(program.nodes)])]
+    positions = pairwise([*begins, len(program.nodes)])
+    return [_code(program, *position, first=s == 0) for s, position in enumerate(positions)]

@@ -293,6 +293,13 @@ def test_a_part_that_is_frozen_stays_so_and_cuts_are_in_any_order() -> None:
     assert_close(dict(module.named_buffers()), dict(expected.named_buffers()))
 
 
+def test_nothing_need_be_computed_before_a_cut() -> None:
+    module: Any = made(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    first, second = split(module, noise(2, 4), ["0"])
+    x = noise(6, 4)
+    assert torch.equal(second(first(x)), module(x))
+
+
 def test_inputs_must_answer_as_the_example_did_and_a_copy_is_a_stage_of_its_own() -> None:
     first = split(made(Short), {"x": noise(2, 4), "times": 3}, ["b"])[0]
     assert first({"times": 3, "x": noise(1, 4)})[0].shape == (1, 4)
