@@ -258,7 +258,7 @@ def second_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     """This process is rank 3 of 4, of which each host has two."""
     (tmp_path / "0").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "1" / "error.json"))
-    for name in ("_end_with_parent", "answer"):  # of the process that runs tests
+    for name in ("_end_with_parent", "set_handlers"):  # of the process that runs tests
         monkeypatch.setattr(launcher, name, lambda *_: None)
     with under_torchrun(3, 4, 1, each=2):
         yield
