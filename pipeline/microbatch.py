@@ -1,14 +1,15 @@
 """Cut a batch into micro-batches and join the results again.
 
-A value in the pipeline is a tensor, or tuples, lists and dicts of tensors and anything else. Every
-tensor has the batch as its first dimension and is cut along it. Other values (a flag, None) and
-tensors without dimensions go to every micro-batch unchanged. Outputs are concatenated: tensors with
+A value in the pipeline is a tensor, or tuples, lists and dicts of tensors and flags. Every tensor
+has the batch as its first dimension and is cut along it. Flags (numbers, texts, None) and tensors
+without dimensions go to every micro-batch unchanged. Outputs are concatenated: tensors with
 the batch as first dimension, or None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from runtime.even import even_sizes
 
+_FLAGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+
 
 class MicroBatches(list[Any]):
     """A batch already cut: its micro-batches may differ in more than their first dimension, e.g.
@@ -24,8 +27,16 @@ class MicroBatches(list[Any]):
 
 
 def batch_size(value: Any) -> int:
-    """The common first dimension of all tensors; ValueError if there is none, or several."""
-    sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
+    """The common first dimension of all tensors; ValueError if there is none, or several, or if a
+    tensor could hide in an object."""
+    leaves = pytree.tree_leaves(value)
+    hidden = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_FLAGS))]
+    if hidden:
+        raise ValueError(
+            f"the batch holds a {hidden[0]}, whose tensors would not be cut: give tensors, or "
+            "tuples, lists and dicts of them"
+        )
+    sizes = {leaf.size(0) for leaf in leaves if _is_batched(leaf)}
     if len(sizes) != 1:
         different = ", ".join(map(str, sorted(sizes))) or "no tensor"
         raise ValueError(

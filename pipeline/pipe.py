@@ -158,8 +158,16 @@ class Pipe(nn.Module):
         `schedule` may be one clock, whose pairs run at the same time, or all clocks of a forward
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
         with it: nobody waits for the end of a clock. `stages`: of `forward`; on its own it makes
-        some. Outputs are where the next partition takes them.
+        some. Outputs are where the next partition takes them. ValueError if a micro-batch leaves
+        out a partition on its way: it would wait for ever.
         """
+        for i in dict(schedule):
+            passed = [j for number, j in schedule if number == i]
+            if passed != [*range(passed[0], passed[0] + len(passed))]:
+                raise ValueError(
+                    f"micro-batch {i} goes through the partitions {passed}: each must follow the "
+                    f"one before, as {passed[0]}, {passed[0] + 1}"
+                )
         stages, up = stages or self._new_stages(), self._channels(1)
         for i, j in dict(reversed(schedule)).items():  # the first partition of each micro-batch
             up[j].put(i, batches[i])
