@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .graph import memory_of
 from .pool import Pool, private_pool
 from .recorder import Recorder, acting
 from .shared_memory import SharedMemory, Wait, require_agreement
@@ -308,7 +307,7 @@ class Communicator:
         return self._memory if device.type == "cpu" and self.comm_dtype is None else None
 
     def _pool_of(self, device: torch.device) -> Pool:
-        device = memory_of(device)  # tensors on cuda say that they are on cuda:0
+        device = torch.empty(0, device=device).device  # cuda: tensors there say cuda:0
         if device not in self._pools:
             memory = self._memory_of(device)
             self._pools[device] = memory.pool if memory else private_pool(device)

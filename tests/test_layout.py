@@ -93,7 +93,7 @@ def code_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 4569), ("run_pipeline", 5736), ("train", 8781)]
+    ("program", "code"), [("run_data_parallel", 4226), ("run_pipeline", 5231), ("train", 8108)]
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     """The goals are 2,700, 3,500 and 6,200; until then it may not grow."""
@@ -103,7 +103,7 @@ def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: in
 
 def test_the_house_grows_hardly_either() -> None:
     """The goal: 8,600 lines of code in 110 files."""
-    assert sum(map(code_of, FILES)) <= 1.03 * 12099 and len(FILES) <= 1.03 * 137
+    assert sum(map(code_of, FILES)) <= 1.03 * 11010 and len(FILES) <= 1.03 * 139
 
 
 def test_imports_point_one_way() -> None:
