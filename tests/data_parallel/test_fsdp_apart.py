@@ -47,7 +47,7 @@ def test_a_slow_rank_changes_nothing(
     assert not fsdp.communicator.overlaps(fsdp.device)
     place, name = {
         "updates": (fsdp.optimizer, "step"),
-        "reads": (fsdp.communicator._memory, "read"),
+        "reads": (fsdp.communicator._memory, "copy_from"),
         "sums": (communicator, "sum_into"),
         "fills": (shards, "_fill_whole"),
     }[where]
