@@ -146,8 +146,7 @@ def encode(
 
 def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
     """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: none
-    if it is None. A text that looks like a special token is text: those are
-    added by us alone."""
+    if it is None. A text that looks like a special token is text: those are added by us alone."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
     encoded = backend.encode_batch_fast([text or "" for text in texts])
