@@ -93,10 +93,10 @@ def test_the_map_has_every_file() -> None:
     assert sorted(named) == sorted(there)
 
 
-def test_the_files_to_read_are_as_long_as_the_readme_says() -> None:
+def test_the_files_to_read_are_as_long_as_the_page_says() -> None:
     """Within a tenth: a reader plans his hours by it."""
     rows = re.findall(
-        r"^\| (`\S+/.*?) \| ([\d, ]+) \|", (ROOT / "README.md").read_text("utf-8"), re.M
+        r"^\| (`\S+/.*?) \| ([\d, ]+) \|", (ROOT / "docs/reading.md").read_text("utf-8"), re.M
     )
     said = [
         (path, int(lines))
@@ -117,8 +117,8 @@ def test_make_train_is_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_make_clean_leaves_what_people_have_made(tmp_path: Path) -> None:
-    """Also the folders in which the README's own commands keep a trained model."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    """Also the folders in which the pages' own commands keep a trained model."""
+    text = (ROOT / "docs" / "use.md").read_text("utf-8")
     theirs = {*re.findall(r"--workdir (\w+)", text), "my_runs"} - {"workdir"}
     assert "workdir_saved" in theirs
     of_targets = {"workdir", *re.findall(r"workdir_\w+", (ROOT / "Makefile").read_text("utf-8"))}
@@ -155,14 +155,23 @@ def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-PAGES = [ROOT / name for name in ("README.md", "docs/cmu_11868.md", "docs/brown_cs1390.md")]
+PAGES = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/use.md",
+        "docs/reading.md",
+        "docs/cmu_11868.md",
+        "docs/brown_cs1390.md",
+    )
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_every_name_picture_and_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text("utf-8")
     found = commands(text)
-    assert len(found) >= 8
+    assert found or page.stem == "reading"
     for command in found:
         check(command, monkeypatch)
     words = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)

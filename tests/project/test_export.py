@@ -100,7 +100,7 @@ def test_the_snippet_translates_as_generate_py_does(
     pairs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "docs" / "use.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)
