@@ -10,6 +10,7 @@
 # make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 500, and checks that a test sees each
+# make docs    the site: pages of docs/, the tutorial and all docstrings, with search, in build/site
 # make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ RUN := $(VENV)/bin/python
 # process would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test verify lint report figures bench gpu chaos faults fuzz mutants clean
+.PHONY: train test verify lint report figures bench gpu chaos faults fuzz mutants docs clean
 .DELETE_ON_ERROR:
 
 # --no-compile: Python compiles what is imported, and the first output comes 20 seconds earlier.
@@ -141,6 +142,10 @@ fuzz: $(VENV)/.installed-dev
 
 mutants: $(VENV)/.installed-dev
 	$(RUN) -m tests.mutants
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(RUN) docs/site.py
+	@echo "To read it: python3 -m http.server --directory build/site --bind 127.0.0.1, then http://127.0.0.1:8000"
 
 clean:
 	rm -rf workdir workdir_report workdir_figures build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

@@ -171,3 +171,33 @@ def test_every_name_picture_and_command(page: Path, monkeypatch: pytest.MonkeyPa
     assert missing(words, monkeypatch) == []
     linked = re.findall(r"\]\((?!http)(.*?)(?:#.*?)?\)", words)
     assert linked and [path for path in linked if not (page.parent / path).exists()] == []
+
+
+EVERY_PAGE = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name of a page: its headings, as web pages spell them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=[page.stem for page in EVERY_PAGE])
+def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+    words = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    wrong = []
+    for path, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", words):
+        target = (page.parent / path) if path else page
+        if not target.exists() or (heading and heading not in anchors(target)):
+            wrong.append(f"{path}#{heading}")
+    assert wrong == []
+
+
+def test_the_site_has_every_page_chapter_and_package() -> None:
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    pages = {str(page.relative_to(ROOT)) for page in EVERY_PAGE}
+    chapters = {f"tutorial/{path.stem}.md" for path in (ROOT / "tutorial").glob("*.py")}
+    packages = re.search(r"^PACKAGES = \((.*?)\)", (ROOT / "docs/site.py").read_text(), re.M | re.S)
+    assert packages is not None
+    code = {f"code/{name}.md" for name in re.findall(r'"(\w+)"', packages[1])}
+    assert len(code) == 8 and listed == {*pages, *chapters, *code, "tutorial/index.md"}
