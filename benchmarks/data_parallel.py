@@ -30,8 +30,9 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.plain_gpt2 import build_model
+from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
+from data_parallel.gradients import average_gradients, average_gradients_flat
 from data_parallel.zero1 import ShardedOptimizer
 from runtime.communicator import Communicator
 from training.launch.launch import launch
@@ -95,7 +96,9 @@ class Contestant:
                 fully_shard(block)
             fully_shard(net)
         elif name == "buckets":
-            buckets = GradientBuckets(net.parameters())
+            ranks = Communicator(dist.group.WORLD)
+            groups = in_backward_order(net.parameters())
+            buckets = GradientBuckets([SummedBucket(group, ranks, divisor=2) for group in groups])
             buckets.watch()
             self.finish = buckets.finish
         elif name == "flat":
@@ -104,9 +107,10 @@ class Contestant:
             self.finish = partial(average_gradients, net)
         if name == "zero 1":
             ranks = Communicator(dist.group.WORLD)
-            sharded = ShardedOptimizer(dict(whole.named_parameters()), adamw, ranks, lambda _: None)
-            self.optimizer, self.finish = sharded.optimizer, sharded.reduce
-            self.shards = list(sharded.shards.values())
+            sharded = ShardedOptimizer(dict(whole.named_parameters()), adamw, ranks)
+            sharded.buckets.watch()
+            self.optimizer, self.finish = sharded.optimizer, sharded.buckets.finish
+            self.shards = sharded.shards
             self.targets *= 2  # its gradients are summed
         else:
             self.optimizer = adamw(list(net.parameters()))

@@ -33,7 +33,7 @@ Cost: the stage's activations of a micro-batch, from its forward to its backward
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -82,7 +82,6 @@ class Stage:
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
         deliver: called with the complete sums of each layer during the last backward.
-        held_back: parameters whose sums are not delivered but stay until `take_gradients`.
 
     Attributes:
         tail: on the last stage the loss: called with a micro-batch's number and its output, after
@@ -98,7 +97,6 @@ class Stage:
     recompute: str = NEVER
     num_microbatches: int = 0
     deliver: Callable[[Gradients], None] | None = None
-    held_back: Collection[nn.Parameter] = ()
 
     def __post_init__(self) -> None:
         self.memory = memory_of(self.device)
@@ -204,7 +202,7 @@ class Stage:
         in the sums of the micro-batch are not yet complete, and stay."""
         later.add_products()
         if self.deliver is not None and self._ended + 1 == self.num_microbatches:
-            stay = {*later.sums, *self._shared, *self.held_back}
+            stay = {*later.sums, *self._shared}
             whole = [p for p in part.parameters if p in self._totals and p not in stay]
             self.deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 

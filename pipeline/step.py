@@ -23,7 +23,7 @@ from .stage import Stage
 
 LossFunction = Callable[[Any, Any], Tensor]
 Ready = Callable[[Iterable[nn.Parameter]], None]
-"""Called with parameters whose `.grad` is whole: a step adds nothing more to it."""
+"""Called with parameters to whose `.grad` this rank adds nothing more in a step."""
 
 SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
     "would see a part for each micro-batch, since the stages of a pipeline add these up: change "
@@ -106,13 +106,15 @@ class Losses(Channel):
         return torch.stack(losses).sum() * self._scale
 
 
-def hand_over(gradients: Gradients, ready: Ready = lambda _: None) -> None:
-    """Adds a stage's sums to `.grad`, as a backward would, and says that these are whole."""
+def hand_over(gradients: Gradients) -> None:
+    """Adds a stage's sums to `.grad`, as a backward would."""
     for p, gradient in gradients.items():
         if p.grad is None:
+            if not gradient.is_sparse and gradient.stride() != p.stride():
+                # As autograd makes it: fused optimizers take both by address.
+                gradient = torch.empty_like(p).copy_(gradient)
             p.grad = gradient
         elif p.grad.is_sparse:  # an embedding's; the new one may be dense
             p.grad = gradient + p.grad
         else:
             p.grad += gradient
-    ready(gradients)

@@ -34,9 +34,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +54,16 @@ starts."""
 Started = tuple[Callable[..., object], Finish]
 """How to wait for a collective, and how to make its result then."""
 
+
+class StartedSum(NamedTuple):
+    """A sum of `x` that is not finished: `sent` and its `work`, or all ranks' memory, `by_rank`."""
+
+    x: Tensor
+    sent: Tensor | None = None
+    work: Any = None
+    by_rank: Sequence[Tensor] = ()
+
+
 Lengths = Sequence[Sequence[int]]
 """By sender and receiver."""
 
@@ -67,7 +76,7 @@ class Communicator:
         group: their process group; None: this rank is alone.
         recorder: is told of every collective. Through memory, of its start and of its end, since
             nothing happens in between.
-        comm_dtype: the type in which means are sent and summed; by default their own. With it all
+        comm_dtype: the type in which `start_sum` sends and sums; by default their own. With it all
             goes through the process group.
 
     Attributes:
@@ -232,34 +241,44 @@ class Communicator:
         """Whether what was started travels while this rank computes."""
         return self._memory_of(device) is None
 
-    def start_mean(self, x: Tensor) -> Finish:
-        """Begins to replace a flat tensor from `keep` by its mean over the ranks, which all may
-        read after the next `barrier`.
+    def start_sum(self, x: Tensor) -> StartedSum:
+        """Begins to replace a flat tensor from `keep` by its sum over the ranks; see `finish_sum`.
+        Call that once for each, in the order of the starts."""
+        if self.size == 1:
+            return StartedSum(x)
+        memory = self._memory_of(x.device)
+        if memory is not None:
+            return StartedSum(x, by_rank=memory.share("sum", x))
+        sent = x.to(self.comm_dtype or x.dtype)
+        return StartedSum(x, sent, dist.all_reduce(sent, **self._options))
 
-        Through memory rank r averages part r of W, in all ranks' memory:
+    def finish_sum(self, started: StartedSum, divisor: int = 1) -> None:
+        """Waits for a sum, and divides it. All may read it after the next `barrier`.
+
+        Through memory rank r adds up part r of W, in all ranks' memory:
 
             memory of rank 0   [ part 0 | part 1 ]     rank 0 reads and writes both parts 0
             memory of rank 1   [ part 0 | part 1 ]     rank 1 reads and writes both parts 1
 
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
-
-        def send() -> Started:
-            sent = x.to(self.comm_dtype or x.dtype)
-            work = dist.all_reduce(sent, **self._options)
-            return work.wait, lambda: (x if sent is x else x.copy_(sent)).div_(self.size)
-
-        def read(by_rank: list[Tensor]) -> Tensor:
+        x, sent, work, by_rank = started
+        if sent is not None:
+            work.wait()
+            if sent is not x:
+                x.copy_(sent)
+            if divisor > 1:
+                x.div_(divisor)
+        elif by_rank:
+            cast(SharedMemory, self._memory).wait()
             begin, end = (len(x) * r // self.size for r in (self.rank, self.rank + 1))
             parts = (y[begin:end].split(ELEMENTS_AT_ONCE) for y in by_rank)
             for terms in zip(*parts, strict=True):  # what stays in cache
                 sum_into(terms[0], terms)
-                terms[0].div_(self.size)
+                if divisor > 1:
+                    terms[0].div_(divisor)
                 for other in terms[1:]:
                     other.copy_(terms[0])
-            return x
-
-        return self._start("all_reduce", x, send, read)
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
         """Begins to fill `whole` with all ranks' shards, from `keep`. `shard` may be this rank's
@@ -290,7 +309,8 @@ class Communicator:
         """
         memory = self._memory_of(device)
         if memory is not None:
-            memory.announce("barrier", number)()
+            memory.announce("barrier", number)
+            memory.wait()
         elif number is not None:
             said = torch.tensor([number, -number], device=control_device(self.group, device))
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
@@ -301,7 +321,7 @@ class Communicator:
     @cached_property
     def _memory(self) -> SharedMemory | None:
         """Opened by the first call that needs it, on all ranks or on none."""
-        return SharedMemory.open(self.group)
+        return SharedMemory.open(self.group) if self.size > 1 else None
 
     def _memory_of(self, device: torch.device) -> SharedMemory | None:
         return self._memory if device.type == "cpu" and self.comm_dtype is None else None
@@ -326,14 +346,23 @@ class Communicator:
         if self.size == 1:
             return lambda: read([x])
         memory = self._memory_of(x.device)
-        start = None if memory else time.perf_counter()  # in memory nothing happens until the end
-        with acting(self.recorder, kind) if memory else nullcontext():
-            wait, result = memory.share(kind, x, read, lengths) if memory else send()
+        if memory is None:
+            start = time.perf_counter()
+            wait, result = send()
+
+            def receive() -> Tensor:
+                with acting(self.recorder, kind, start=start):
+                    wait()
+                    return result()
+
+            return receive
+        with acting(self.recorder, kind):  # nothing happens until the end
+            by_rank = memory.share(kind, x, lengths)
 
         def finish() -> Tensor:
-            with acting(self.recorder, kind, start=start):
-                wait()
-                return result()
+            with acting(self.recorder, kind):
+                memory.wait()
+                return read(by_rank)
 
         return finish
 

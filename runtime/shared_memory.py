@@ -31,6 +31,7 @@ import os
 import select
 import socket
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -86,7 +87,10 @@ class SharedMemory:
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
         self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
-        self._done: list[Tensor] = []  # memory that this rank has no more use for
+        # Announcements that are not waited for: what was said, and memory: what all have read by
+        # then, and what they read in this call.
+        self._announced: deque[tuple[bytes, list[Tensor], Tensor | None]] = deque()
+        self._done: list[Tensor] = []  # memory that this rank has read in all ranks
         self._files = files  # for `copy_from`
         self._inboxes, self._outboxes = inboxes, outboxes
         for file in (*files.values(), *inboxes.values(), *outboxes.values()):
@@ -127,29 +131,43 @@ class SharedMemory:
                 files[r], outboxes[r] = descriptors
         return cls(group, rank, files, inboxes, outboxes)
 
-    def announce(self, *call: object) -> Wait:
+    def announce(self, *call: object, read: Tensor | None = None) -> None:
         """Tells all ranks that this one has written its memory, and in which call: its kind, size,
-        type. The result waits until all have announced as often.
+        type. Then call `wait` once, in the order of the announcements.
+
+        Args:
+            read: memory that the others read in this call, and that this rank then gives back.
 
         Raises:
-            dist.DistError: a rank has ended, or is silent for longer than the group waits. So does
-                `announce`, if a rank has left so many announcements unheard that its pipe is full.
-            RuntimeError: the ranks make different calls, so their memory must not be used.
+            dist.DistError: a rank has left so many announcements unheard that its pipe is full, for
+                longer than the group waits.
         """
         self._turn += 1
         said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
         for rank, outbox in self._outboxes.items():
-            self._wait(rank, outbox, select.POLLOUT)
-            with suppress(BrokenPipeError):  # it has ended: the wait below says so
+            self._poll(rank, outbox, select.POLLOUT)
+            with suppress(BrokenPipeError):  # it has ended: `wait` says so
                 os.write(outbox, said)
+        done, self._done = self._done, []
+        self._announced.append((said, done, read))
 
-        def wait() -> None:
-            heard = {self._hear(r) for r in self._inboxes}  # of all, though one differs
-            require_agreement(heard <= {said})
+    def wait(self) -> None:
+        """Waits until all ranks have made the oldest announcement of this one that was not waited
+        for. Each has then read what it needed before.
 
-        return wait
+        Raises:
+            dist.DistError: a rank has ended, or is silent for longer than the group waits.
+            RuntimeError: the ranks make different calls, so their memory must not be used.
+        """
+        said, done, read = self._announced.popleft()
+        heard = {self._hear(r) for r in self._inboxes}  # of all, though one differs
+        require_agreement(heard <= {said})
+        for memory in done:
+            self.pool.give(memory)
+        if read is not None:
+            self._done.append(read)
 
-    def _wait(self, rank: int, pipe: int, event: int) -> None:
+    def _poll(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
         seconds = time_out_of(self.group).total_seconds()
         poll = select.poll()
@@ -159,7 +177,7 @@ class SharedMemory:
 
     def _hear(self, rank: int) -> bytes:
         """Waits for the next announcement of a rank."""
-        self._wait(rank, self._inboxes[rank], select.POLLIN)
+        self._poll(rank, self._inboxes[rank], select.POLLIN)
         heard = os.read(self._inboxes[rank], 8)
         if not heard:
             raise dist.DistError(f"rank {rank} of the group has ended")
@@ -171,41 +189,25 @@ class SharedMemory:
         start, self._taken = self._taken, self._taken + aligned(numel * dtype.itemsize)
         return self._view(self.rank, start, numel, dtype)
 
-    def share(
-        self,
-        kind: str,
-        x: Tensor,
-        read: Callable[[list[Tensor]], Tensor],
-        lengths: Sequence[Sequence[int]] = (),
-    ) -> tuple[Wait, Callable[[], Tensor]]:
+    def share(self, kind: str, x: Tensor, lengths: Sequence[Sequence[int]] = ()) -> list[Tensor]:
         """Lets the others read `x`: where it lies, if that is in this memory, otherwise a copy.
 
         Args:
             kind: of the exchange.
-            read: makes its result of all ranks' tensors, by rank.
             lengths: by sender and receiver, the number of rows, if ranks share different numbers.
 
         Returns:
-            What waits for all ranks, and what reads then, before another exchange starts. Memory of
-            the pool goes back when all have read it.
+            All ranks' tensors, by rank: to be read after the call of `wait` for this exchange, and
+            before another exchange starts. Memory of the pool goes back when all have read it.
         """
-        rows = [sum(row) for row in lengths] or [len(x)] * len(self.maps)
-        shapes = [(n, *x.shape[1:]) for n in rows]
+        shapes = [(sum(row), *x.shape[1:]) for row in lengths] or [tuple(x.shape)] * len(self.maps)
         own = x if self._has(x) else self.pool.take(max(1, *map(prod, shapes)), x.dtype)
         begin = self._offset_of(own)
         views = [self._view(r, begin, prod(s), x.dtype).view(s) for r, s in enumerate(shapes)]
         if own is not x:
             views[self.rank].copy_(x)
-        all_have_written = self.announce(kind, begin, lengths, shapes[0], x.dtype)
-        done, self._done = self._done, []
-
-        def wait() -> None:
-            all_have_written()  # and have read `done`: each before it announced this call
-            for memory in done:
-                self.pool.give(memory)
-            self._done.append(own)
-
-        return wait, lambda: read(views)
+        self.announce(kind, begin, lengths, shapes[0], x.dtype, read=own)
+        return views
 
     def copy_from(self, rank: int, x: Tensor, into: Tensor) -> None:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy

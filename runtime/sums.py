@@ -28,11 +28,12 @@ def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 def sum_into(target: Tensor, terms: Sequence[Tensor], accumulate: bool = False) -> None:
     """Writes the sum of the terms into the target, or adds it to that (`accumulate`). The target
-    may be the first term. On a CPU works on chunks along the first dimension that stay in cache."""
+    may be one of the terms. On a CPU works on chunks of rows that stay in cache."""
     rows = ELEMENTS_AT_ONCE * len(target) // max(1, target.numel())
     rows = max(1, rows if target.device.type == "cpu" else len(target))
     # Built up in the target, a sum takes half the time.
     direct = not accumulate and target.dtype == wide(target) == terms[0].dtype
+    direct = direct and target.data_ptr() not in [term.data_ptr() for term in terms[2:]]
     for begin in range(0, len(target), rows):
         chunk, *parts = (x[begin : begin + rows] for x in (target, *terms))
         total = add_up(parts, chunk if direct else None)

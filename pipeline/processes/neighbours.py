@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Schedule
-from runtime.graph import Gradients
+from runtime.sums import add_up
 
 from .links import InFlight, Link, PeerError, attempt, open_links
 
@@ -123,29 +123,16 @@ class Neighbours:
         if self._groups:
             attempt(dist.broadcast, value, None, self._groups[0], False, source)
 
-    def sum_tied(
-        self, parameters: Mapping[str, nn.Parameter], terms: Mapping[str, Mapping[int, Tensor]]
-    ) -> Gradients:
-        """Sums the gradients of parameters shared by several stages, in the order of the stages:
-        the same bits on all of their ranks. `terms`: this rank's gradients, by name and stage."""
+    def sum_tied(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Adds up what the ranks that share parameters have for them, by name, in the order of the
+        ranks: the same bits on all of them. A rank may have nothing for a name."""
         by_rank = {self.rank: terms, **self._exchanged(terms)}
-        sums: Gradients = {}
+        sums = {}
         for name, users in self._tied.items():
-            p = parameters[name]
-            by_stage = {s: term for r in users for s, term in by_rank[r][name].items()}
-            for _, term in sorted(by_stage.items()):
-                sums[p] = sums[p] + term if p in sums else term
+            of_users = [by_rank[r][name] for r in users if name in by_rank[r]]
+            if of_users and len(users) > 1:
+                sums[name] = add_up(of_users)
         return sums
-
-    def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Overwrites what this rank has for shared parameters, by name, with what the first of
-        their ranks has. Where one of these ranks has None, all have."""
-        first = {name: t for name, t in tensors.items() if self._tied[name][0] == self.rank}
-        for peer, of_peer in self._exchanged(first).items():
-            for name, value in of_peer.items():
-                target = tensors[name]
-                if target is not None and self._tied[name][0] == peer:
-                    target.copy_(value)
 
     def start_step(self, schedule: Schedule) -> None:
         """Keeps the memory of as many messages as the schedule has under way, and not of one per
@@ -183,7 +170,10 @@ class Neighbours:
         with self._acting("all_reduce"):
             for peer, channel in self._to_users.items():  # does not wait: all send, then receive
                 channel.put(-1, {n: v for n, v in values.items() if peer in self._tied[n]})
-            return {peer: channel.get(-1) for peer, channel in self._from_users.items()}
+            received = {peer: channel.get(-1) for peer, channel in self._from_users.items()}
+            for channel in self._to_users.values():
+                channel.finish()  # so that the values may be overwritten
+            return received
 
     def _channel(self, peer: int, what: str, places: str, ends: tuple[int, int]) -> PeerChannel:
         what = f"{what} from {places} {ends[0]} to {places} {ends[1]}"

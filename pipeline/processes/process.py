@@ -7,7 +7,8 @@
     optimizer.step()                                      # updates this rank's parameters
 
 The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
-the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
+the same, dropout included. (If three stages share a parameter, of which one rank has several, their
+terms are added in another order.) Only the channels differ (neighbours.py): a stage's output is a
 self-describing message (messages.py), sent through process groups (links.py). Model parallelism is
 a pipeline with one micro-batch.
 
@@ -24,7 +25,11 @@ seeded alike.
 
 Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and the activations that
 the schedule keeps alive. Tied weights (GPT-2's embedding is on the first and the last rank) take
-one exchange of their gradients per step.
+one exchange of their gradients per step. Who adds them up, and when:
+
+    each rank     its own part, into .grad, as its last backward passes
+    its replicas  if there are any: the sum over them, in buckets, while backward runs
+    sum_tied      after that, over the ranks that share the parameter, in one order: the same bits
 
 Glossary: n ranks, m micro-batches, s stage, r rank, i micro-batch.
 """
@@ -33,9 +38,9 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +54,7 @@ from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
 from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
+from runtime.graph import Gradients
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
@@ -157,7 +163,7 @@ class ProcessPipe:
         schedule: str | BuildSchedule = "1f1b",
         num_microbatches: int = 1,
         scale: float | Tensor = 1.0,
-        ready: Ready = lambda _: None,
+        ready: Ready | None = None,
     ) -> Tensor:
         """Runs forward and backward of a batch by `schedule`, adds to `.grad`, returns the loss.
 
@@ -166,9 +172,9 @@ class ProcessPipe:
         they are `MicroBatches`. The loss, in float64, is returned on the rank with the last stage;
         on the others it is 0, so that it is the sum over the ranks.
 
-        `ready` is called with parameters whose `.grad` is whole: layer by layer during the last
-        backward, so that data-parallel buckets can leave before it ends; at the end with those that
-        are on several stages.
+        `ready` is called with parameters to whose `.grad` this rank adds nothing more: layer by
+        layer during the last backward, so that data-parallel buckets can leave before it ends. Then
+        call `sum_tied` after the sums over replicas; without `ready` the step does it.
 
         Raises the error of this rank's stages, or `links.PeerError` for a failure on another rank.
         After an error the pipe cannot be used again.
@@ -182,23 +188,32 @@ class ProcessPipe:
             parameters = self.named_parameters()
             refuse_gradient_hooks(parameters.items(), SUMMED_BY_STAGES)
             tied = {name: parameters[name] for name in self._tied if name in parameters}
-            deliver = partial(hand_over, ready=ready)
+            earlier = {p: p.grad for p in tied.values()} if ready is None else {}
+            for p in earlier:  # which are sums over stages already
+                p.grad = None
+            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
+
+            def deliver(gradients: Gradients) -> None:
+                hand_over(gradients)
+                missing.subtract(gradients.keys())
+                if ready is not None:  # a parameter may be on several stages of this rank
+                    ready([p for p in gradients if not missing[p]])
+
             stages = self._stages(
-                recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver,
-                held_back={*tied.values()},
-            )  # fmt: skip
+                recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver
+            )
             end: Channel = Channel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
             self._run(stages, inputs, lists, end)
-            left = {stage.index: stage.take_gradients() for stage in stages}
-            parts = {  # of tied parameters, by name and stage
-                name: {s: sums.pop(p).to_dense() for s, sums in left.items() if p in sums}
-                for name, p in tied.items()
-            }
-            of_tied = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
-            for gradients in (*left.values(), of_tied):
-                deliver(gradients)
+            for stage in stages:
+                deliver(stage.take_gradients())
+            if ready is None:
+                self._sum_tied(tied)
+            for p, gradient in earlier.items():
+                if gradient is not None and p.grad is not None:
+                    new, p.grad = p.grad, gradient
+                    hand_over({p: new})
             total = losses.total() if self._is_last else torch.zeros((), device=self.device)
             return total.double()
 
@@ -221,16 +236,31 @@ class ProcessPipe:
             self._neighbours.broadcast(value, self.ranks[-1])
             return value
 
-    def copy_tied(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Overwrites what this rank has for its tied parameters, such as their gradients, with what
-        the first of `users` has.
+    def sum_tied(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Adds up the gradients of parameters that are on several stages over these, with the same
+        bits on all of their ranks. All ranks call it together, after a `train_step` with `ready`.
 
         Args:
-            tensors: by the names of all tied parameters of this rank, of one shape on all of their
-                ranks; or None on all of them.
+            parameters: this rank's, by their names; or what an optimizer updates instead of tied
+                ones, such as shards, of one shape on all of their ranks.
         """
-        with self._step(), torch.no_grad():
-            self._neighbours.copy_tied(tensors)
+        with self._step():
+            self._sum_tied(parameters)
+
+    @torch.no_grad()
+    def _sum_tied(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        terms = {
+            name: p.grad.to_dense()
+            for name, p in parameters.items()
+            if name in self._tied and p.grad is not None
+        }
+        for name, total in self._neighbours.sum_tied(terms).items():
+            p = parameters[name]
+            if p.grad is None or p.grad.is_sparse:
+                p.grad = None
+                hand_over({p: total})
+            else:
+                p.grad.copy_(total)  # in place: it may lie in a bucket
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

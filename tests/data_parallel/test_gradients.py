@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
+from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
+from data_parallel.gradients import average_gradients, average_gradients_flat
+from runtime.communicator import Communicator
 from runtime.sums import sum_into
 from tests.pipeline.pipeline_models import gradients
 from tests.ranks import Ranks, sharing
@@ -75,7 +77,9 @@ def _averaging(way: str, module: nn.Module, group: Any = None) -> tuple[Any, Any
         return nullcontext, partial(BY_HAND[way], module, group)
     comm_dtype = torch.bfloat16 if way == "in bf16" else None
     with sharing(way == "overlap"):
-        buckets = GradientBuckets(module.parameters(), group, comm_dtype=comm_dtype)
+        ranks = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
+        groups = in_backward_order(module.parameters())
+        buckets = GradientBuckets([SummedBucket(group, ranks, ranks.size) for group in groups])
     buckets.watch()
     return buckets.no_sync, buckets.finish
 
@@ -125,17 +129,16 @@ def test_a_group_may_be_smaller_than_the_world(rank: int, _: int) -> None:
         assert all(p.grad is not None and p.grad.eq(1.5).all() for p in layer.parameters()), way
 
 
-@on_ranks(2)
-def test_how_parameters_are_grouped(_: int, _world_size: int) -> None:
-    """In 8 bytes each, from the last: odd, narrow, wide, sparse, embed, never; and one of another
-    type. Buckets are small, a byte too small for two, exactly two, and one is apart."""
+def test_how_parameters_are_grouped() -> None:
+    """In 8 bytes each, from the last: odd, narrow, wide, sparse, embed, never; and, before that,
+    one of another type. Buckets are small, a byte too small for two, exactly two; and one parameter
+    is of another kind. A bucket comes when its last gradient does."""
     net = Net()
-    options: list[dict[str, Any]] = [{"bucket_bytes": n} for n in (1, 335, 336)]
-    options.append({"apart": [net.wide.bias]})
-    made = [GradientBuckets(net.parameters(), **each) for each in options]
-    found = [[len(b.flat) - len(b.flags) for b in buckets.buckets] for buckets in made]
-    each = [6, 36, 6, 222, 37, 222, 66, 66, 3, 4]
-    want = [each, each, [6 + 36, *each[2:]], [sum(each) - 37 - 4, 4, 37]]
+    made = [in_backward_order(net.parameters(), n) for n in (1, 335, 336)]
+    made.append(in_backward_order(net.parameters(), kind=lambda p: p is net.wide.bias))
+    found = [[sum(p.numel() for p in group) for group in groups] for groups in made]
+    each = [6, 36, 6, 222, 37, 222, 66, 66, 4, 3]
+    want = [each, each, [6 + 36, *each[2:]], [37, 4, sum(each) - 37 - 4]]
     assert found == want
 
 
@@ -147,9 +150,9 @@ def test_buckets_leave_while_backward_runs(rank: int, _: int, share: bool) -> No
     views of them, so a second backward must not begin before the first is over."""
     net, told = Net(), []
     with sharing(share):
-        buckets = GradientBuckets(
-            net.parameters(), bucket_bytes=1, recorder=lambda *e: told.append(e)
-        )
+        ranks = Communicator(dist.group.WORLD)
+        made = [SummedBucket(group, ranks) for group in in_backward_order(net.parameters(), 1)]
+        buckets = GradientBuckets(made, recorder=lambda *e: told.append(e))
     buckets.watch()
     _loss(net, seed=rank).backward()
     with pytest.raises(RuntimeError, match=r"^call finish\(\) after each backward, or accumulate"):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from data_parallel import zero1
+from data_parallel.buckets import in_backward_order
 from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
 from tests.pipeline.pipeline_models import assert_close
@@ -17,37 +22,63 @@ from tests.remote import on_ranks
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("at_once", [2 * 8 * 7, zero1.BYTES_AT_ONCE])
-@on_ranks(2)
-def test_stretches_of_any_length_are_one_update(
-    rank: int, _: int, at_once: int, share: bool
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@on_ranks(3)
+def test_buckets_of_any_size_are_one_update(
+    rank: int, _: int, bucket_bytes: int, share: bool
 ) -> None:
-    """Stretches have seven numbers of each rank, the last fewer; or one stretch has all. Two steps
-    of the plain model, each rank with its part of the batch; and a parameter without gradient. Gaps
-    between parameters count in norms, so they are zero."""
+    """A bucket has one parameter, or all of its kind. Two steps of the plain model, of which the
+    third rank has no part; and a parameter without gradient. Gaps between parameters count in
+    norms, so they are zero."""
     parameters = dict((model := tied()).named_parameters())
-    parameters["unused"] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    with patch.object(zero1, "BYTES_AT_ONCE", at_once), sharing(share), nan_in_new_memory():
+    parameters["unused"] = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    in_order = partial(in_backward_order, bucket_bytes=bucket_bytes)
+    with (
+        patch.object(zero1, "in_backward_order", in_order), sharing(share), nan_in_new_memory()
+    ):  # fmt: skip
         ranks = Communicator(dist.group.WORLD)
         sharded = zero1.ShardedOptimizer(
             parameters, SGD, ranks, kind=lambda name: name.endswith("bias")
         )
+        sharded.buckets.watch()
         for step in range(2):
-            x, target = batch(step, HALVES[rank])
-            loss_of(model(x), target).backward()
-            sharded.reduce()
+            x, target = batch(step, HALVES[min(rank, 1)])
+            loss = loss_of(model(x), target)
+            if rank < 2:
+                loss.backward()
+            sharded.buckets.finish()
             assert all(p.grad is None for p in parameters.values())
-            assert all(
-                s.grad is not None and s.grad.isfinite().all() for s in sharded.shards.values()
-            )
+            assert all(s.grad is not None and s.grad.isfinite().all() for s in sharded.shards)
             sharded.optimizer.step()
     weights = {name: p.detach() for name, p in parameters.items()}
     assert weights.pop("unused").tolist() == [1.0, 1.0, 1.0]
     assert_close(weights, one_process(steps=2)[2])
 
 
+@on_ranks(2)
+def test_shards_are_summed_while_backward_runs(_rank: int, _: int) -> None:
+    """As `test_buckets_leave_while_backward_runs`: a bucket has one parameter of three layers."""
+    net, told = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))), list[Any]()
+    in_order = partial(in_backward_order, bucket_bytes=1)
+    with patch.object(zero1, "in_backward_order", in_order), sharing(False):
+        sharded = zero1.ShardedOptimizer(
+            dict(net.named_parameters()), SGD, Communicator(dist.group.WORLD),
+            recorder=lambda *e: told.append(e),
+        )  # fmt: skip
+        sharded.buckets.watch()
+        net(torch.ones(2, 5)).sum().backward()
+        middle = time.perf_counter()
+        sharded.buckets.finish()
+        sharded.optimizer.step()
+    assert [event[:2] for event in told] == [
+        ("reduce_scatter", 0), ("reduce_scatter", 1), ("reduce_scatter", 2), ("barrier", -1),
+        ("all_gather", -1),
+    ]  # fmt: skip
+    assert [start < middle for *_, start, _ in told] == [True] * 3 + [False] * 2
+
+
 def test_a_frozen_parameter_is_refused() -> None:
     """Decay would change it."""
-    p = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    p = nn.Parameter(torch.ones(3), requires_grad=False)
     with pytest.raises(ValueError, match=r"^bias is frozen"):
         zero1.ShardedOptimizer({"bias": p}, SGD, Communicator(), kind=len)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data_parallel import gradients
+from data_parallel import buckets
 from project.train import parse_train, train_rank
 from runtime import communicator
 from tests.device.seen import Seen, watch
@@ -36,7 +36,7 @@ from training.timeline import Timeline
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))
-BUCKETS = (gradients.__file__, communicator.__file__)
+BUCKETS = (buckets.__file__, communicator.__file__)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 

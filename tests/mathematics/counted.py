@@ -28,8 +28,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from context_parallel.heads import Heads
 from context_parallel.positions import zigzag
 from context_parallel.ring import Ring
+from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.gradients import GradientBuckets
 from data_parallel.zero1 import ShardedOptimizer
 from experts.layer import Experts, share_experts
 from pipeline.executor import Channel
@@ -123,7 +123,9 @@ def steps(_rank: int, _world_size: int, width: int) -> Bytes:
 
 def data_parallel_step(width: int) -> Bytes:
     model, x = make_layers(width), torch.randn(4, width)
-    buckets = GradientBuckets(model.parameters())
+    communicator = Communicator(dist.group.WORLD)
+    groups = in_backward_order(model.parameters())
+    buckets = GradientBuckets([SummedBucket(group, communicator) for group in groups])
     buckets.watch()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -140,13 +142,12 @@ def data_parallel_step(width: int) -> Bytes:
 def zero1_step(width: int) -> Bytes:
     model, ranks, x = make_layers(width), Communicator(dist.group.WORLD), torch.randn(4, width)
     ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
-    sharded = ShardedOptimizer(
-        dict(model.named_parameters()), torch.optim.AdamW, ranks, lambda _: None
-    )
+    sharded = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, ranks)
+    sharded.buckets.watch()
 
     def step() -> None:
         model(x).sum().backward()
-        sharded.reduce()
+        sharded.buckets.finish()
         sharded.optimizer.step()
 
     sent = sent_by(step)

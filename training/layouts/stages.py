@@ -1,13 +1,15 @@
 """The layers in stages on several processes, for the training loop.
 
-Tensor and context parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. A step
-is, in this order: the schedule's actions, which end with the sum of tied gradients over stages; the
-average over replicas or, with ZeRO 1, their sum in shards; what tensor ranks have whole becomes
-equal on all of them, and so do copies of tied parameters.
+Tensor and context parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. All
+losses are divided by the targets of the global batch, so all gradients add up. In this order:
 
-Replicas of an expert are fewer than those of other parameters, where ranks share experts: those
-that have the same one. Its gradient is a sum over the ranks that share it already, since positions
-of all of them came to it. So the mean over its replicas is divided by the number of those ranks.
+    1. over replicas      buckets, each when backward has filled it; with ZeRO 1 in shards
+    2. over stages        tied parameters: what step 1 has left on each of their ranks, in one
+                          order on all, so copies get the same bits
+    3. over tensor ranks  what all of them have whole: equal on all
+
+The positions of an expert come from all ranks that share experts, and so does its gradient: step 1
+is then among those ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from data_parallel.gradients import GradientBuckets
+from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from data_parallel.zero1 import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.processes.process import ProcessPipe
@@ -70,17 +72,17 @@ class Staged(MeshLayout):
         self._buckets: dict[nn.Parameter, GradientBuckets] = {}  # by parameter
         alone = self.data_ranks.size == 1
         for parameters, replicas in () if alone else self._by_replicas():
+            communicator = Communicator(replicas.group)
             if args.zero == 1:  # each replica updates its part of this rank's parameters
-                communicator = Communicator(replicas.group, recorder=setup.timeline)
-                self.sharded.append(
-                    ShardedOptimizer(parameters, setup.optimizer, communicator, self._kind)
+                sharded = ShardedOptimizer(
+                    parameters, setup.optimizer, communicator, self._kind, setup.timeline
                 )
-                continue
-            # In buckets of their own, since the rank of the other stage must get the same bits.
-            tied = parameters_of(self.held, "pp")
-            buckets = GradientBuckets(
-                parameters.values(), replicas.group, recorder=setup.timeline, apart=tied
-            )
+                self.sharded.append(sharded)
+                buckets = sharded.buckets
+            else:
+                groups = in_backward_order(parameters.values())
+                summed = [SummedBucket(group, communicator) for group in groups]
+                buckets = GradientBuckets(summed, setup.timeline)
             self._buckets |= dict.fromkeys(parameters.values(), buckets)
         if self.sharded:
             self.optimizers = [sharded.optimizer for sharded in self.sharded]
@@ -134,8 +136,7 @@ class Staged(MeshLayout):
 
     def backward(self, step: Step) -> Tensor:
         """The last stage has the loss of its replica; the first of its tensor ranks counts it."""
-        # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
-        count = max(1, step.count) / (self.data_ranks.size if self._buckets else 1)
+        count = max(1, step.count)
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
         step = self.filled(step)
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
@@ -147,21 +148,13 @@ class Staged(MeshLayout):
                 )  # fmt: skip
         for buckets in dict.fromkeys(self._buckets.values()):
             buckets.finish()  # every replica, with or without examples
-        if self._buckets:  # see the head of this file
-            for name, p in self.pipe.named_parameters().items():
-                if name in self.cut_task.experts and p.grad is not None:
-                    p.grad /= self.mesh["ep"].size
-        for sharded in self.sharded:
-            sharded.reduce()  # sums over the replicas, into the shards' gradients
+        self.pipe.sum_tied({x.name: x.parameter for x in self.held if x.parameter is not None})
         self.cut_task.equalize(parameters_of(self.held, "tp"), self.data_ranks.size)
-        if self.data_ranks.size > 2:  # as `equalize` does for tensor ranks
-            tied = {x.name: x.parameter for x in self.held if "pp" in x.replicas}
-            self.pipe.copy_tied({name: None if p is None else p.grad for name, p in tied.items()})
         # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if self.mesh["tp"].rank == 0 else 0)
 
     def _ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients that are whole may be averaged."""
+        """Gradients that this rank adds nothing more to may be summed over the replicas."""
         for p in parameters:
             if p in self._buckets:
                 self._buckets[p].ready([p])
@@ -192,7 +185,9 @@ class Staged(MeshLayout):
         """The bytes that this rank holds."""
         held = state_bytes(self.pipe.parameters(), self.optimizers)
         if self.sharded:
-            held["gradients"] += state_bytes(parameters_of(self.held))["gradients"]
+            held["gradients"] = sum(
+                bucket.flat.nbytes for sharded in self.sharded for bucket in sharded.buckets.buckets
+            )
         return held
 
     def close(self) -> None:

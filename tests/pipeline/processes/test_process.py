@@ -19,18 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel.gradients import GradientBuckets
+from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from pipeline.schedules import catalogue
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
+from runtime.communicator import Communicator
 from runtime.mesh import make_mesh, message_groups
 from tests.pipeline.pipeline_models import (
     assert_close,
     assert_same_bits,
     batch,
+    gradients,
     in_one_process,
     square_error,
     take_gradients,
@@ -58,6 +60,9 @@ def merged(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
                 before: Any = result[case].setdefault(name, value)
                 assert (before is value is None) or torch.equal(before, value), (case, name)
     return result
+
+
+SHARED = "1.2.0.weight"  # of `model`: that of three layers
 
 
 def schedules(n: int) -> list[tuple[str, int]]:
@@ -133,9 +138,11 @@ def _on_ranks(rank: int, n: int, apart: bool) -> dict[Any, Found]:
 
                 torch.manual_seed(5)
                 loss = pipe.train_step(x, target, square_error, name, m, 0.125, ready)
-                found = take_gradients(pipe)
-                assert len(seen) == len(found)  # each once, and whole
+                found = gradients(pipe)
+                assert len(seen) == len(found)  # each once, and whole, but for other ranks' part
                 assert_same_bits(dict(seen), found)
+                pipe.sum_tied(pipe.named_parameters())
+                found = take_gradients(pipe)
                 found |= {"next": torch.rand(())} | ({"loss": loss} if rank == ranks[-1] else {})
                 assert loss == 0 or rank == ranks[-1]
                 results[name, v, m] = found
@@ -153,8 +160,12 @@ def check(found: dict[Any, Found], n: int) -> None:
     for (_, v, m), values in found.items():
         if m == "eval":
             assert_close(values, {"y": output})
-        else:
-            assert_same_bits(values, one_f_one_b(n * v, m))
+            continue
+        wanted = one_f_one_b(n * v, m)
+        if v > 1:  # a rank first adds up what its own stages have for the weight of three layers
+            wanted = dict(wanted)
+            assert_close({"shared": values.pop(SHARED)}, {"shared": wanted.pop(SHARED)})
+        assert_same_bits(values, wanted)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -274,15 +285,31 @@ def test_replicas_exchange_gradients_while_the_last_backward_runs(
     with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
         parameters, replicas = pipe.parameters(), mesh["dp"].group
         with sharing(False):  # memory is read when the buckets are finished
-            buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
+            ranks = Communicator(replicas)
+            made = [SummedBucket(group, ranks) for group in in_backward_order(parameters, 1)]
+            buckets = GradientBuckets(made, recorder=note)
         pipe.train_step(x, y, square_error, schedule, 2, ready=buckets.ready)
         buckets.finish()
         last = max(end for kind, *_, end in events if kind in "BW")
         early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
         sums = in_one_process(tower(), *batch(8))
-        mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
-        assert early == [True] * len(mean)
-        assert_close(take_gradients(pipe), mean)
+        del sums["loss"]
+        assert early == [True] * len(sums)
+        assert_close(take_gradients(pipe), sums)
+
+
+@on_ranks(2)
+def test_a_second_step_adds_to_the_gradients_of_the_first(_: int, _world_size: int) -> None:
+    """Of a weight on both stages, too, whose gradient is then a sum over the stages."""
+    layers = tower()
+    layers[4] = nn.Linear(8, 8, dtype=torch.float64)
+    layers[4].weight = layers[2].weight
+    layers[5] = nn.Linear(8, 3, dtype=torch.float64)
+    with ProcessPipe(layers, [3, 3], timeout=20) as pipe:
+        pipe.train_step(*batch(8), square_error)
+        want = {name: 2 * gradient for name, gradient in gradients(pipe).items()}
+        pipe.train_step(*batch(8), square_error)
+        assert_same_bits(gradients(pipe), want)
 
 
 def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
