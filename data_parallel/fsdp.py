@@ -40,7 +40,7 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -165,6 +165,9 @@ class FullyShardedDataParallel:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
                 previous layer did not return in a container of `torch.utils._pytree`; or x does.
         """
+        if torch.is_inference_mode_enabled():  # no training could use what is made in there
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(x)
         self._free_graphs()  # what a forward without a backward has left
         value, training = pytree.tree_map_only(Tensor, self._cast, x), torch.is_grad_enabled()
         if training:
@@ -379,6 +382,8 @@ class FullyShardedDataParallel:
         _free(self.units)
 
     def _record(self, kind: str, layer: int) -> AbstractContextManager[None]:
+        if self.recorder is None:  # the usual case costs the host nothing
+            return nullcontext()
         microbatch = -1 if layer < 0 else self._microbatch
         return acting(self.recorder, kind, layer, microbatch, device=self.device)
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph, versions
+from runtime.graph import Graph
 from runtime.guards import (
     ForeignLeaves,
     buffers_unchanged,
@@ -47,12 +47,15 @@ NO_HOOKS = (
 
 
 class _Note(NamedTuple):
-    """A saved part of a unit."""
+    """A saved view of a unit: all that tells it from other views of the same memory."""
 
     unit: ShardedUnit
-    start: int  # elements from the start of the gathered unit
+    start: int  # elements of its type from the start of the gathered unit
     size: torch.Size
     stride: tuple[int, ...]
+    dtype: torch.dtype  # not the unit's: view_as_complex
+    conjugate: bool  # read as its complex conjugate
+    negative: bool  # read with the other sign: the imaginary part of a conjugate
 
 
 class SameDraws:
@@ -143,7 +146,7 @@ class GatheredLayer:
         parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         trained = [p for ps in graph.leaves.values() for p in ps]
-        before, foreign = versions(parameters), ForeignLeaves(entered, trained)
+        before, foreign = self._writes(), ForeignLeaves(entered, trained)
         self._put(parameters)
         try:
             with self._around(graph, checkpoint):
@@ -153,7 +156,7 @@ class GatheredLayer:
         if torch.is_grad_enabled():
             foreign.refuse(output, self.name)
             refuse_shared_memory(output, self.name)
-        if versions(parameters) != before:
+        if self._writes() != before:
             raise ValueError(
                 f"{self.name} writes to its parameters in forward. They are copies here, and the "
                 "write is lost: let it compute with a new tensor, or write to the shards and call "
@@ -187,30 +190,49 @@ class GatheredLayer:
         return of_inputs, {u: [dense.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        for place in self._places:
-            setattr(place.module, place.attribute, parameters[place.unit][place.entry])
+        for module, attribute, unit, entry in self._places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = parameters[unit][entry]  # 40 times as fast
+            else:  # an LSTM keeps a list of its own
+                setattr(module, attribute, parameters[unit][entry])
+
+    def _writes(self) -> list[int]:
+        """The number of writes to each unit, or to a parameter in it, which is a view."""
+        return [u.whole._version for u in self.units if u.whole is not None]
 
     def _own(self, output: Tensor) -> Tensor:
         """A copy if the layer returns one of its parameters, because the buffer is reused."""
-        inside = any(u.position_of(output) is not None for u in self.units)
-        return output.clone() if inside else output
+        return output if self._unit_of(output) is None else output.clone()
+
+    def _unit_of(self, tensor: Tensor) -> ShardedUnit | None:
+        """The gathered unit that a tensor is a part of. (A sparse one has no address; nor has an
+        empty one, and writes to that change nothing.)"""
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        for u in self.units:
+            if address in u.addresses:
+                return u
+        return None
 
     def _pack(self, tensor: Tensor) -> Any:
-        for u in self.units:
-            start = u.position_of(tensor)
-            if start is not None:
-                if u not in self.regathered:  # an embedding used as a matrix after all
-                    return tensor.clone(), None
-                return _Note(u, start, tensor.shape, tensor.stride())  # keeps no memory
-        # an empty part of a unit has no address to be found by; writes to it change nothing
-        return tensor, tensor._version if tensor.numel() else None
+        u = self._unit_of(tensor)
+        if u is None:
+            return tensor, tensor._version if tensor.numel() else None
+        if u not in self.regathered:  # an embedding used as a matrix after all
+            return tensor.clone(), None
+        start = (tensor.data_ptr() - u.addresses.start) // tensor.itemsize
+        kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        return _Note(u, start, tensor.shape, tensor.stride(), *kind)  # keeps no memory
 
 
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, _Note):
         whole = saved.unit.whole
         assert whole is not None, "the layer's parameters are not gathered"
-        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.start)
+        if whole.dtype != saved.dtype:
+            whole = whole.view(saved.dtype)
+        view = whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.start)
+        view = view.conj() if saved.conjugate else view
+        return torch._neg_view(view) if saved.negative else view
     tensor, version = saved
     if version not in (None, tensor._version):  # autograd leaves this check to the hooks
         raise RuntimeError(

@@ -183,6 +183,7 @@ class ShardedUnit:
 
     Attributes:
         whole: the flat unit, while it is gathered or arriving.
+        addresses: of its bytes; none while it is neither.
         shard: flat; trained by the optimizer. Its grad is the sum over all ranks and all backwards
             since the last update, once fsdp.py has waited for it.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
@@ -197,7 +198,11 @@ class ShardedUnit:
     ) -> None:
         self.unit, self.communicator, self.pool, self.device = unit, communicator, pool, device
         self.whole: Tensor | None = None
+        self.addresses = range(0)
         self.empty: list[nn.Parameter] = []
+        # By the memory that was lent, of which there are few pieces, again and again
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
         numel = unit.shard_numel if zero == 3 else unit.numel
         storage = communicator.keep(numel, unit.compute_dtype, device)
         self.kept = storage if zero == 2 else None
@@ -230,14 +235,19 @@ class ShardedUnit:
         return self.unit.slices(self.communicator.rank, flat)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Views of the gathered unit: new leaves each time, so that each graph has its own."""
+        """Views of the gathered unit, made once for each piece of memory: to make them takes the
+        host as long as to compute with them. They share its count of writes."""
         assert self.whole is not None and not self.arriving, "the parameters are not gathered"
-        return [nn.Parameter(view, self.unit.trainable) for view in self.unit.views(self.whole)]
+        memory = self.whole.untyped_storage()._cdata
+        if memory not in self._parameters:
+            views = self.unit.views(self.whole)
+            self._parameters[memory] = [nn.Parameter(view, self.unit.trainable) for view in views]
+        return self._parameters[memory]
 
     def publish(self) -> None:
         """Call after the shard has changed: others gather the new values, and so does this rank."""
         self.free()
-        self.whole = None  # zero 2: gathered again, into the same memory
+        self.whole, self.addresses = None, range(0)  # zero 2: gathered again, into the same memory
         if self.casts:
             self.published.copy_(self.shard.data)
 
@@ -252,6 +262,8 @@ class ShardedUnit:
             self.whole = self.kept
             if self.whole is None:
                 self.whole = self.pool.take(self.unit.numel, self.unit.compute_dtype)
+            begin = self.whole.data_ptr()
+            self.addresses = range(begin, begin + self.whole.nbytes)
             self._arrived = self.communicator.start_gather(self.published, self.whole)
 
     def finish_gather(self) -> None:
@@ -265,25 +277,22 @@ class ShardedUnit:
         if self.whole is not None and self.kept is None:
             self.finish_gather()  # it writes there
             self.pool.give(self.whole)
-            self.whole = None
+            self.whole, self.addresses = None, range(0)
 
     def start_sum(self, gradients: Sequence[Tensor | None] | None) -> Finish:
         """Begins the sum over the ranks of this rank's gradients by entry; None counts as zero. It
         becomes the shard's grad, or is added to that."""
         whole = self.communicator.take(self.unit.numel, self.unit.dtype, self.device)
-        _fill_whole(self.unit, whole, gradients)
+        memory = whole.untyped_storage()._cdata
+        if memory not in self._gradients:
+            gaps = [whole[gap] for gap in self.unit.gaps if gap.start < gap.stop]
+            self._gradients[memory] = self.unit.views(whole), gaps
+        _fill_whole(whole, *self._gradients[memory], gradients)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.shard)
         accumulate = self.shard.grad is not None
         self.shard.grad = self.gradient
         return self.communicator.start_reduce_scatter(whole, 0, self.gradient, accumulate)
-
-    def position_of(self, tensor: Tensor) -> int | None:
-        """The element of the gathered unit at which the tensor starts; None outside it."""
-        if self.whole is None:
-            return None
-        distance = tensor.data_ptr() - self.whole.data_ptr()  # bytes
-        return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
 def first_value(
@@ -297,20 +306,24 @@ def first_value(
     writes, otherwise rank 0's, for which all ranks must call this together."""
     if tensor.is_meta:
         return filled(tensor, name, device, init)
-    value = tensor.detach().to(device).contiguous()
+    value = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
     in_bytes = value.flatten().view(torch.uint8)  # gloo does not send every dtype
     dist.broadcast(in_bytes, group=group, group_src=0)
     return value
 
 
-def _fill_whole(unit: Unit, whole: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
-    """Writes gradients end to end into `whole`; missing ones and gaps become zero."""
+def _fill_whole(
+    whole: Tensor,
+    views: Sequence[Tensor],
+    gaps: Sequence[Tensor],
+    gradients: Sequence[Tensor | None] | None,
+) -> None:
+    """Writes gradients end to end into `whole`, by its views; missing ones and gaps become zero."""
     if gradients is None:
         whole.zero_()
         return
-    pairs = list(zip(unit.views(whole), gradients, strict=True))
-    zeros = [view for view, gradient in pairs if gradient is None]
-    zeros += [whole[gap] for gap in unit.gaps if gap.start < gap.stop]
+    pairs = list(zip(views, gradients, strict=True))
+    zeros = [*(view for view, gradient in pairs if gradient is None), *gaps]
     copies = [(view, gradient) for view, gradient in pairs if gradient is not None]
     if zeros:  # all in one call: on a GPU, one kernel
         torch._foreach_zero_(zeros)

@@ -3,7 +3,8 @@
 Allocating anew for each layer would cost a page fault per 4 KiB, and keeping memory for every layer
 would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of two.
 If at most k tensors are lent at a time, the largest of L bytes, the pool holds at most 4 k L bytes.
-Pages that are never written to take no memory. CUDA's own allocator keeps memory already.
+Pages that are never written to take no memory. CUDA's own allocator keeps memory already; there a
+tensor is lent again and again, and has memory meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Pool:
 
     Args:
         allocate: makes as many bytes.
-        keeps: whether what is given back is lent again; else it is freed.
+        keeps: whether what is given back keeps its memory until it is lent again; else that is
+            freed, and only the tensor stays: views of it are views of what it gets next.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], keeps: bool = True) -> None:
@@ -32,17 +34,24 @@ class Pool:
         nbytes = numel * dtype.itemsize
         size = 1 << (nbytes - 1).bit_length() if self._keeps else nbytes
         idle = self._idle.get(size)
-        memory = idle.pop() if idle else self._allocate(size)
+        memory = idle.pop() if idle else self._new(size)
+        if not self._keeps:
+            memory.untyped_storage().resize_(size)
         self._lent[memory.data_ptr()] = memory
         return memory[:nbytes].view(dtype)
+
+    @torch.inference_mode(False)
+    def _new(self, nbytes: int) -> Tensor:
+        return self._allocate(nbytes)  # of a training that comes after an evaluation, too
 
     def give(self, x: Tensor) -> None:
         """Takes a tensor back, if it is lent."""
         memory = self._lent.pop(x.data_ptr(), None)
-        if memory is not None and self._keeps:
-            self._idle.setdefault(memory.nbytes, []).append(memory)
-        elif memory is not None:
-            memory.untyped_storage().resize_(0)  # frees it: graphs still have views of it
+        if memory is None:
+            return
+        if not self._keeps:
+            memory.untyped_storage().resize_(0)
+        self._idle.setdefault(memory.nbytes, []).append(memory)
 
 
 def private_pool(device: torch.device) -> Pool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,66 @@ class Matrix(nn.Module):
         return x @ self.table.weight
 
 
+class Seen(nn.Module):
+    """Multiplies by a view of its weight, or by what is computed from it; backward needs that."""
+
+    def __init__(self, see: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.bias, self.weight, self.see = nn.Parameter(torch.ones(3)), nn.Parameter(weight), see
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.see(self.weight) * self.bias.sum()
+        return torch.view_as_real(y).sum(-1) if y.is_complex() else y
+
+
+REAL, COMPLEX = torch.ones(FEATURES), torch.ones(FEATURES, dtype=torch.complex128)
+VIEWS: Mapping[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "conjugate": (Tensor.conj, COMPLEX),
+    "adjoint": (lambda w: w.mH[0], torch.ones(FEATURES, 2, dtype=torch.complex128)),
+    "conjugate's imaginary part": (lambda w: w.conj().imag, COMPLEX),
+    "negative": (torch._neg_view, REAL),
+    "imaginary part": (lambda w: w.imag, COMPLEX),
+    "as real": (lambda w: torch.view_as_real(w).prod(-1), COMPLEX),
+    "as complex": (torch.view_as_complex, torch.ones(FEATURES, 2)),
+    "as complex, conjugate": (lambda w: torch.view_as_complex(w).conj(), torch.ones(FEATURES, 2)),
+    "rotary": (lambda w: torch.view_as_complex(w[1:, 2:]), torch.ones(FEATURES + 1, 4)),
+    "sparse": (lambda w: torch.sparse.mm(w.to_sparse(), w).sum(0), torch.ones(FEATURES, FEATURES)),
+    "slice": (lambda w: w[1:-1:2], torch.ones(2 * FEATURES + 2)),
+    "expanded": (lambda w: w.expand(2, FEATURES), torch.ones(1)),
+    "diagonal": (lambda w: w.t().diagonal(), torch.ones(FEATURES, FEATURES + 1)),
+    "windows": (lambda w: w.unfold(0, 2, 1).prod(-1), torch.ones(FEATURES + 1)),
+    "copy": (lambda w: w.flip(0), REAL),
+    "rounded": (lambda w: w.float().double(), REAL),
+}
+
+
+class Recurrent(nn.Module):
+    """Its LSTM keeps a list of its parameters beside those of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.lstm(x)[0]
+        return output
+
+
+class Laid(nn.Module):
+    """Parameters that do not lie row by row: a transposed matrix, a convolution's with its channels
+    last, a conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.conv = linear(), nn.Conv2d(1, 3, 2, padding="same")
+        self.fc.weight = nn.Parameter(torch.ones(FEATURES, FEATURES).t())
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.factor = nn.Parameter(torch.ones(FEATURES, dtype=torch.complex128).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.conv(x[:, None]).prod(1) * (self.factor * 1j).real
+
+
 class Sometimes(nn.Module):
     """Has a parameter that rank 0 does not use, or all do: there its memory may hold another
     layer's gradient."""
@@ -122,6 +183,8 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "unused": lambda: [Sometimes(False), *(Sometimes(True) for _ in range(3))],
     "matrix": lambda: [Matrix(), nn.Linear(FEATURES, 1, bias=False)],
+    "recurrent": lambda: [Recurrent(), linear(), Recurrent()],
+    "laid": lambda: [Laid(), linear(), Laid()],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
         Call(lambda box: box.hidden * box.skip),
@@ -130,6 +193,10 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "written": lambda: [Call(lambda x: (x > 0).long()), nn.Embedding(2, 3, max_norm=0.1)],
     "saved": lambda: [linear(), Call(lambda x: torch.tanh(x).mul_(2))],
     **ODD,
+    **{
+        name: partial(lambda see, w: [Seen(see, w), linear(), Seen(see, w)], *view)
+        for name, view in VIEWS.items()
+    },
 }
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor that requires grad",
@@ -196,3 +263,15 @@ def test_mistakes(_: int, _world: int) -> None:
     fsdp.layers[0].module.weight.register_hook(lambda g: g * 2)
     with pytest.raises(ValueError, match=of_a_hook):
         fsdp.forward(x)
+
+
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use(
+    rank: int, _: int
+) -> None:
+    fsdp, (x, target) = sharded(), batch(0, HALVES[rank])
+    with torch.inference_mode():
+        fsdp.gather_param_data(1)
+        fsdp.forward(x)
+    fsdp.backward(loss_of(fsdp.forward(x), target))
+    assert_close(whole(fsdp, "gradients"), one_process(steps=1)[1][0])
