@@ -156,7 +156,7 @@ def work(rank: Rank) -> None:
     args, model = rank.setup.args, rank.model
     results = rank.train()
     # Collective; rank 0 keeps what it gets.
-    outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else []
+    outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else {}
     finish(results)
 
     def conclude() -> None:

@@ -233,18 +233,25 @@ class Plain:
             return {name: self._output(x) for name, x in inputs.items()}
 
 
-def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> list[Tensor]:
-    """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
-    batches = task.validation_batches(model.dp_rank, model.dp_size)
+def outputs_on_main(
+    world: World, task: TrainingTask, model: LaidOutModel
+) -> dict[int, tuple[Any, Tensor]]:
+    """On rank 0, an input of every part that has one, and the outputs for it; elsewhere nothing."""
+    size, m = model.dp_size, model.num_microbatches
     with model.evaluating():
-        output = model.outputs(batches[0][0] if batches else None)
+        output = model.outputs(task.input_to_compare(model.dp_rank, size, m))
     seen = {} if output is None else {model.dp_rank: output.cpu()}  # one rank of each part sees it
     by_part = {part: output for outputs in world.gather(seen) for part, output in outputs.items()}
-    return [by_part[part] for part in sorted(by_part)] if world.is_main else []
+    if not world.is_main:
+        return {}
+    return {part: (task.input_to_compare(part, size, m), by_part[part]) for part in sorted(by_part)}
 
 
 def check(
-    task: TrainingTask, setup: Setup, device: torch.device, outputs: list[Tensor]
+    task: TrainingTask,
+    setup: Setup,
+    device: torch.device,
+    outputs: Mapping[int, tuple[Any, Tensor]],
 ) -> list[Verdict]:
     """Trains again on one process, on rank 0, and compares what --check_weights and --check_output
     ask for: the weights of the last checkpoint, and each part's `outputs`."""
@@ -258,9 +265,9 @@ def check(
         got = weights_of(checkpoint) if checkpoint else {}
         compared["weights"] = got, plain.weights(), exact.weights()
     if args.check_output:
-        n = len(outputs)
-        names = [f"outputs, part {i}" if n > 1 else "outputs" for i in range(n)]
-        inputs = {name: task.validation_batches(i, n)[0][0] for i, name in enumerate(names)}
-        got = dict(zip(names, outputs, strict=True))
+        several = len(outputs) > 1
+        names = [f"outputs, part {part}" if several else "outputs" for part in outputs]
+        inputs = {name: x for name, (x, _) in zip(names, outputs.values(), strict=True)}
+        got = {name: output for name, (_, output) in zip(names, outputs.values(), strict=True)}
         compared["outputs"] = got, plain.outputs(inputs), exact.outputs(inputs)
     return [verdict_of(what, *tensors, setup.dtype) for what, tensors in compared.items()]

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -118,11 +118,11 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
-    batches: list[Any] = task.validation_batches(model.dp_rank, model.dp_size)  # this part's
-    # A rank that has no batch left still takes part in collectives.
-    batches += [(None, None)] * (max(world.gather(len(batches))) - len(batches))
-    for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
-        measures = model.measure(x, target)
+    batches = task.validation_batches(model.dp_rank, model.dp_size, model.evaluated_microbatches)
+    most = max(world.gather(len(batches)))
+    for i in moving(range(most), "Validating", most, "batch", shown=world.is_main):
+        # A rank that has no batch left still takes part in collectives.
+        measures = model.measure(*(batches[i] if i < len(batches) else (None, None)))
         if measures is not None:  # None: no batch left, or another rank sees the outputs
             totals += measures
     world.sum(totals)  # each batch was measured on one rank

@@ -4,7 +4,7 @@ process does without one. (That no rank needs the whole model for it: test_losse
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +28,7 @@ from tests.project.programs import (
 from training.launch.world import World
 from training.layouts.layout import setup_of
 from training.layouts.threads import BlocksInThreads, StagesInThreads
-from training.tasks.generation import bleu_tokenizer, continue_all, evaluate_bleu
+from training.tasks.generation import bleu_tokenizer, evaluate_bleu
 from training.tasks.task import whole_model
 from training.tasks.texts import load_texts
 from training.tasks.translation import TranslationTask
@@ -95,9 +95,8 @@ def translations(rank: int, world_size: int, line: str) -> list[str]:
     else:
         model = StagesInThreads(task, world, setup, choose_devices(args))
     sources, found = [pair["de"] for pair in task.scored_examples()], []
-    for batch_size in (3, 128):
-        some = partial(continue_all, batch_size=batch_size)
-        with model.evaluating(), patch("training.tasks.sequences.continue_all", some):
+    for positions in (60, 1 << 16):  # a few sentences at a time, or all of them
+        with model.evaluating(), patch.object(task, "positions_at_once", lambda *_, n=positions: n):
             found.append(task.translated(world, model, sources))
     model.close()
     assert found[0] == found[1]

@@ -77,8 +77,9 @@ def of_memory(error: BaseException) -> str:
     if not of_kind and "allocate memory" not in str(error):
         return ""
     return (
-        "It ran out of memory. A smaller --batch_size, more --num_microbatches and --recompute "
-        "always need less; a smaller model, or more ranks under fsdp, too.\n"
+        "It ran out of memory. A smaller --batch_size, more --num_microbatches, a smaller "
+        "--model_max_length and --recompute always need less, in evaluation, too; a smaller model, "
+        "or more ranks under fsdp, too.\n"
     )
 
 

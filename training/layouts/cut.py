@@ -90,7 +90,7 @@ class CutTask:
         if self.context_ranks.size > 1:
             x, target = own_positions(x, target, self.context_ranks, tensor_ranks)
         if self.tensor_ranks.size == 1:
-            return x, target
+            return x if training else self.task.to_measure(x, target), target
         length = x.hidden.size(1)
         if more := -length % tensor_ranks:
             numbers = x.targets + x.targets // length * more  # earlier rows are longer

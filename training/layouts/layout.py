@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
@@ -190,15 +189,10 @@ class LaidOutModel(ABC):
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """The task's `measure` of the outputs; None on ranks that do not see them."""
-        output = self.outputs(x)  # [N, V] at N targets, or [B, classes]
-        if output is None:
+        if x is None:  # no batch left; a forward needs no other rank
             return None
-        # Stages: the outputs are on the last one's device, the targets on the first one's. The host
-        # waits only where it reads them.
-        device = output.device
-        to_outputs = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
-        target = tree_map_only(Tensor, to_outputs, target)
-        return self.task.measure(output, target)
+        output = self.outputs(self.task.to_measure(x, target))
+        return None if output is None else self.task.measure(output, target)
 
     @abstractmethod
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
@@ -209,6 +203,11 @@ class LaidOutModel(ABC):
 
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
         """Call it after new values were written into what is `held`."""
+
+    @property
+    def evaluated_microbatches(self) -> int | None:
+        """Into how many a part is cut whose validation batches are `measure`d."""
+        return self.num_microbatches
 
     @property
     def sentences(self) -> tuple[int, int]:

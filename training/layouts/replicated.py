@@ -111,7 +111,7 @@ class Replicated(LaidOutModel):
 
     def outputs(self, x: Any) -> Tensor | None:
         """Every rank sees its own outputs."""
-        if x is None:  # no batch left; a forward needs no other rank
+        if x is None:
             return None
         compiled = self.setup.args.compile
         # Evaluation has other shapes, of which each would be compiled.

@@ -26,7 +26,7 @@ from training.launch.world import World
 from training.options import PIPELINE_MICROBATCHES
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
-from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
+from training.tasks.gpt2 import Sequences, at_targets, measured, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import Held, LaidOutModel, Setup
@@ -98,11 +98,16 @@ class StagesInThreads(_InOneProcess):
             )  # fmt: skip
         return loss.detach() * count  # the sum again
 
+    @property
+    def evaluated_microbatches(self) -> int | None:
+        """One: `outputs` cuts it."""
+        return 1
+
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
         self.pipe.split_size = max(1, -(-batch_size(x) // self.num_microbatches))
         with self.setup.autocast(self.devices[0]):
-            output: Tensor = self.pipe(x)  # [N, V], of all micro-batches
+            output: Tensor = self.pipe(x)  # [N, V] or [m, 3], of all m micro-batches
         return output
 
     def close(self) -> None:
@@ -152,23 +157,28 @@ class BlocksInThreads(_InOneProcess):
         self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.optimizers = [setup.optimizer(self.module.parameters(), 0)]
 
-    def _logits(self, x: Sequences) -> Tensor:
+    def _outputs(self, x: Sequences) -> Tensor:
+        """[N, V]; or with labels [1, 3], as of `training.tasks.gpt2.Head`."""
         hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
         assert x.targets is not None
-        return self.module.lm_head(at_targets(hidden, move(x.targets, hidden.device)))  # N V
+        hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
+        if x.labels is None:
+            return head(hidden)
+        labels = move(x.labels[x.targets != 0], hidden.device)
+        return measured(hidden, head.weight, labels)
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
         with self.setup.autocast(self.devices[0]):
-            loss = self.task.loss(self._logits(x), target)
+            loss = self.task.loss(self._outputs(x), target)
         (loss / max(1, step.count)).backward()  # of the blocks: on the workers
         return loss.detach()
 
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch."""
         with self.setup.autocast(self.devices[0]):
-            return self._logits(x)
+            return self._outputs(x)
 
     def close(self) -> None:
         """Ends the worker threads."""

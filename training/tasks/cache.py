@@ -52,7 +52,8 @@ class Cache:
         """Keeps these rows, in this order, in a copy. Call `extend` next."""
         self.prompts = [self.prompts[row] for row in rows]
         self.lengths = self.lengths[rows]
-        self._layers = {number: kv[:, rows] for number, kv in self._layers.items()}
+        for number, kv in self._layers.items():  # never two copies of all of them
+            self._layers[number] = kv[:, rows]
 
     def positions(self, hidden: Tensor) -> Tensor:
         """B T: the position in its sentence, from 0, of each newest token, whose hidden states are

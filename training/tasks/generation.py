@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from training.files import moving
 
 from .cache import Cache
-from .task import Translator
+from .task import Translator, rectangles
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -51,7 +51,8 @@ def continue_all(
     prompts: Sequence[Sequence[int]],
     most: Sequence[int],
     device: torch.device | str,
-    batch_size: int = 128,
+    positions: int = 4096,
+    cached: float = 1.0,
     bar: str | None = None,
 ) -> list[str]:
     """The continuations of this rank's prompts, in their order. All ranks that share the model must
@@ -60,7 +61,8 @@ def continue_all(
     Args:
         tokenizer: its end token ends a continuation, and is not in it.
         most: maximum number of new tokens per prompt. With 0 or less there are none.
-        batch_size: prompts of similar lengths that are continued together.
+        positions: at most, of prompts of similar lengths that are continued together.
+        cached: so many times as many positions are in their cache at most.
         bar: the text of a line that moves on a terminal; None shows none.
     """
     rows: list[list[int]] = [[] for _ in prompts]
@@ -68,8 +70,10 @@ def continue_all(
     order.sort(key=lambda i: len(prompts[i]))  # by length: little padding
     stop, num_tokens = tokenizer.eos_token_id, len(tokenizer)
     line = moving(None, bar or "", len(order), "text", shown=bar is not None)
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
+    # The longest of a batch comes last.
+    lengths = [max(len(prompts[i]), (len(prompts[i]) + most[i]) / cached) for i in order]
+    for at in rectangles(lengths, positions):
+        batch = order[at]
         # [B, T], padded on the left, so that all sentences grow in the same column.
         newest = pad_sequence(
             [torch.tensor(prompts[i]) for i in batch], batch_first=True, padding_side="left"

@@ -61,6 +61,7 @@ COMPUTED = {
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 VOCAB_MULTIPLE = 64  # matrix units prefer it
+LOGITS_AT_ONCE = 1 << 22  # in evaluation
 
 
 def round_vocab(size: int) -> int:
@@ -136,8 +137,8 @@ class Sequences(NamedTuple):
         targets: where logits are wanted, [N]: the positions' numbers among all B T. Or, where a
             batch is to be cut along B, weights [B, T], not 0 at targets. None: everywhere.
         keys: one per example, for dropout (runtime/dropout.py).
-        labels: [N], the tokens to predict. Only a head that is fused with the loss needs them
-            (tensor_parallel/gpt2.py).
+        labels: [N], the tokens to predict, or [B, T] beside weights. A head that is fused with the
+            loss needs them (tensor_parallel/gpt2.py), and in evaluation every head.
         cache: of this process, where sentences are continued.
         positions: [T], their numbers in the sequence, where other ranks have other positions
             (layouts/context.py). None: this process has all of them.
@@ -253,7 +254,8 @@ class FeedForward(Layer):
 
 
 class Head(nn.Module):
-    """Final norm and logits: N V at the targets, or all B T V."""
+    """Final norm and logits: N V at the targets, or all B T V. With labels, in evaluation, it
+    returns what `measured` does: then no rank holds all logits."""
 
     def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
         super().__init__()
@@ -262,7 +264,12 @@ class Head(nn.Module):
 
     def forward(self, x: Sequences) -> Tensor:
         hidden = x.hidden if x.targets is None else at_targets(x.hidden, x.targets)
-        return F.linear(self.ln_f(hidden), self.weight)
+        hidden, labels = self.ln_f(hidden), x.labels
+        if labels is None:
+            return F.linear(hidden, self.weight)
+        if x.targets is not None and labels.dim() == 2:
+            labels = labels[x.targets != 0]
+        return measured(hidden, self.weight, labels)
 
 
 def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -286,6 +293,25 @@ def loss_of_targets(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dtype == torch.bfloat16:
         logits = logits.float()
     return F.cross_entropy(logits, labels, reduction="none").sum()  # in this order on every rank
+
+
+def measured(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """[1, 3], float64: the loss of N positions, how many have their label as the most probable
+    token, and N. A few million logits at a time: in training they are the largest tensor, too, but
+    evaluation must hold no more than training with a head that is cut (tensor_parallel/loss.py).
+
+    Args:
+        hidden: [N, C], after the final norm.
+        weight: [V, C], the output embedding.
+        labels: [N], the tokens to predict.
+    """
+    sums = hidden.new_zeros(2, dtype=torch.float64)
+    at_once = max(1, LOGITS_AT_ONCE // len(weight))
+    for some, own in zip(hidden.split(at_once), labels.split(at_once), strict=True):
+        logits = F.linear(some, weight)
+        right = (logits.argmax(-1) == own).sum()
+        sums += torch.stack([loss_of_targets(logits, own), right]).double()
+    return torch.cat([sums, sums.new_tensor([len(labels)])])[None]
 
 
 def check_computed(model: GPT2LMHeadModel) -> None:

@@ -16,7 +16,7 @@ import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from training.tasks.task import stream
 
 from .generation import continue_all
 from .gpt2 import (
+    LOGITS_AT_ONCE,
     Sequences,
     gpt2_config,
     gpt2_layers,
@@ -43,7 +44,7 @@ from .gpt2 import (
     numbers_of_targets,
     round_vocab,
 )
-from .task import EVAL_BATCH, Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .task import Batches, Step, TrainingTask, Translator, rectangles, steps_of_epoch, to_device
 from .texts import Texts, made_once, place
 from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
 
@@ -55,6 +56,9 @@ CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values th
 ABOUT = "about.json"  # beside the files of tokens
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
+# Positions of a cache for each position of a micro-batch. A layer keeps 16 numbers of the model's
+# width for backward, the cache at most 2.5; with recomputation it keeps two.
+CACHED = {"never": 6.0}
 
 
 class SequenceTask(TrainingTask, ABC):
@@ -215,27 +219,64 @@ class SequenceTask(TrainingTask, ABC):
     def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
         """On a CPU a few hundred positions keep the cores as busy as thousands, and smaller
         micro-batches have less padding. A GPU takes all examples at once."""
-        if num_microbatches or self.length or self.device.type != "cpu":
+        if self._by_number(num_microbatches):
             return [mine[at] for at in even_slices(len(mine), num_microbatches or 1)]
-        parts: list[list[Encoded]] = []
-        for example in mine:  # from the shortest to the longest
-            if parts and (len(parts[-1]) + 1) * (len(example.ids) - 1) <= self.cpu_positions:
-                parts[-1].append(example)  # the longest so far: the micro-batch is padded to it
-            else:
-                parts.append([example])
-        return parts
+        lengths = [len(example.ids) - 1 for example in mine]
+        return [mine[at] for at in rectangles(lengths, self.cpu_positions)]
 
-    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
+    def _by_number(self, num_microbatches: int | None) -> bool:
+        """Whether a rank's examples are cut into so many micro-batches, and not by positions."""
+        return bool(num_microbatches or self.length or self.device.type != "cpu")
+
+    @cached_property
+    def _positions_of_batch(self) -> int:
+        """Of the first global batch."""
+        examples, args = self.examples["train"], self.args
+        seed = stream(args.seed, "data order", 0)
+        batch = next(global_batches(len(examples), args.batch_size, seed))
+        lengths = examples.sizes(batch)[0] - 1
+        return int(len(batch) * self.length if self.length else lengths.sum())
+
+    def positions_at_once(self, dp_size: int, num_microbatches: int | None) -> int:
+        """Positions of a micro-batch in training, without padding. Evaluation takes no more."""
+        if not self._by_number(num_microbatches):
+            return self.cpu_positions
+        return self._positions_of_batch // (dp_size * (num_microbatches or 1))
+
+    def validation_batches(
+        self, dp_rank: int, dp_size: int, num_microbatches: int | None
+    ) -> Batches:
         """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
-        by_length = np.argsort(examples.sizes(range(len(examples)))[0], kind="stable")
-        mine = [examples[i] for i in by_length[dp_rank::dp_size].tolist()]  # lengths dealt out
-        found = []
-        for i in range(0, len(mine), EVAL_BATCH):
-            ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])
-            found.append(to_device((Sequences(ids, weights), labels[weights != 0]), self.device))
-        return found
+        lengths = examples.sizes(range(len(examples)))[0] - 1
+        own = np.argsort(lengths, kind="stable")[dp_rank::dp_size]  # lengths are dealt out
+        padded = [self.length] * len(own) if self.length else lengths[own].tolist()
+        cut = rectangles(padded, self.positions_at_once(dp_size, num_microbatches))
+
+        def make(numbers: Any) -> tuple[Any, Any]:
+            ids, labels, weights = self._batch(examples.__getitems__(numbers.tolist()))
+            return to_device((Sequences(ids, weights), labels[weights != 0]), self.device)
+
+        return Batches(make, [own[at] for at in cut])
+
+    def to_measure(self, x: Sequences, target: Tensor) -> Sequences:
+        """With labels, for the head."""
+        if x.targets is not None and x.targets.dim() == 2:  # stages in threads cut them, too
+            target = torch.zeros_like(x.targets).masked_scatter(x.targets != 0, target)
+        return x._replace(labels=target)
+
+    def measure(self, output: Tensor, target: Any) -> Tensor:  # noqa: ARG002
+        """See `TrainingTask`. `output`: [n, 3], a row for each part of a batch, of the head."""
+        return output.sum(0).cpu()
+
+    def input_to_compare(self, dp_rank: int, dp_size: int, num_microbatches: int | None) -> Any:
+        """With targets at first positions alone: of a head that is cut no rank holds all logits."""
+        x = super().input_to_compare(dp_rank, dp_size, num_microbatches)
+        if x is None:
+            return None
+        first = x.targets.flatten().cumsum(0) <= max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        return x._replace(targets=x.targets * first.view_as(x.targets))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The summed loss over the target tokens."""
@@ -261,9 +302,10 @@ class SequenceTask(TrainingTask, ABC):
         of the prompts p, p + parts, ...; `most` and `bar` as in `continue_all`."""
         rank, size = model.sentences
         mine = slice(rank, None, size)
+        positions = self.positions_at_once(size, model.num_microbatches)
         texts = continue_all(
-            model, self.tokenizer, prompts[mine], most[mine], self.device,
-            bar=bar if world.is_main else None,
+            model, self.tokenizer, prompts[mine], most[mine], self.device, positions,
+            CACHED.get(self.args.recompute, 1.0), bar if world.is_main else None,
         )  # fmt: skip
         every = world.of_parts(rank, texts)
         return [every[i % size][i // size] for i in range(len(prompts))]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from training.launch.world import World
 
 T = TypeVar("T")
-EVAL_BATCH = 64  # examples that a rank evaluates together
 
 
 def stream(seed: int, purpose: str, *numbers: int | str) -> int:
@@ -59,6 +59,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Batches(Sequence[Any]):
+    """Inputs and targets, each made from its part of the examples when it is asked for."""
+
+    make: Callable[[Any], tuple[Any, Any]]
+    parts: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.make(self.parts[number])
+
+
+@dataclass(frozen=True)
 class Score:
     """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity; NaN: unknown."""
 
@@ -68,6 +82,8 @@ class Score:
 
 class Translator(Protocol):
     """A model in evaluation mode, or this rank's part of one, that continues sentences."""
+
+    num_microbatches: int | None  # in training; None: as suits the device
 
     @property
     def sentences(self) -> tuple[int, int]:
@@ -113,15 +129,24 @@ class TrainingTask(Protocol):
     ) -> Iterator[Step]:
         """The steps of an epoch from `start` on; None: as many micro-batches as suit the device."""
 
-    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
-        """Inputs and targets of held-out data."""
+    def validation_batches(
+        self, dp_rank: int, dp_size: int, num_microbatches: int | None
+    ) -> Sequence[tuple[Any, Any]]:
+        """Inputs and targets of held-out data, each made when it is asked for. None is larger than
+        a micro-batch is in training, with so many of them."""
+
+    def to_measure(self, x: Any, target: Any) -> Any:  # noqa: ARG002
+        """A validation input from which the last layer computes what `measure` takes."""
+        return x
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right answers, number of answers] of a validation batch, in float64 on the
-        CPU. `output` is [N, V] at N target tokens, or [B, classes]."""
-        right = (output.argmax(-1) == target).sum()
-        numbers = torch.stack([self.loss(output, target), right]).tolist()  # one wait for a GPU
-        return torch.tensor([*numbers, len(target)], dtype=torch.float64)
+        CPU. `output` is of the last layer, for an input that is `to_measure`."""
+
+    def input_to_compare(self, dp_rank: int, dp_size: int, num_microbatches: int | None) -> Any:
+        """A validation input whose outputs --check_output compares, or None if there is none."""
+        batches = self.validation_batches(dp_rank, dp_size, num_microbatches)
+        return batches[0][0] if batches else None
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
         """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the
@@ -161,6 +186,16 @@ def steps_of_epoch(args: Options, num_examples: int) -> int:
     is less."""
     whole: int = -(-num_examples // args.batch_size)
     return min(whole, args.max_batches or whole)
+
+
+def rectangles(lengths: Sequence[float], most: int) -> list[slice]:
+    """Cuts examples, from the shortest to the longest, so that each part has one example, or at
+    most so many positions when it is padded to its longest."""
+    edges = [0]
+    for i, length in enumerate(lengths):
+        if i > edges[-1] and (i + 1 - edges[-1]) * length > most:
+            edges.append(i)
+    return [slice(a, b) for a, b in pairwise([*edges, len(lengths)]) if a < b]
 
 
 def to_device(values: T, device: torch.device | str) -> T:

@@ -40,11 +40,12 @@ from training.tasks.task import stream
 
 from .gpt2 import generator_for, loss_of_targets
 from .pictures import Pictures, PictureSets, to_inputs
-from .task import EVAL_BATCH, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .task import Batches, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
 VGG_WIDTH = 64  # of the published model
 NOISE = 0.2  # of layers that start as the identity, relative to the weights of random layers
+EVALUATED = 64  # pictures at a time, or fewer where a micro-batch has fewer
 LAST = 0.01  # standard deviation of the last layer's weights
 
 
@@ -152,11 +153,21 @@ class PictureTask(TrainingTask):
         images, labels = to_device(on_cpu, self.device)
         return to_inputs(images, self.dtype), labels
 
-    def validation_batches(self, dp_rank: int, dp_size: int) -> list[tuple[Any, Any]]:
+    def validation_batches(
+        self, dp_rank: int, dp_size: int, num_microbatches: int | None
+    ) -> Batches:
         """The test pictures."""
         numbers = range(dp_rank, len(self.sets.test), dp_size)  # dealt out like cards
-        starts = range(0, len(numbers), EVAL_BATCH)
-        return [self._to_device(self.sets.test, list(numbers[i : i + EVAL_BATCH])) for i in starts]
+        most = self.args.batch_size // (dp_size * (num_microbatches or 1))
+        size = max(1, min(EVALUATED, most))
+        parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        return Batches(lambda part: self._to_device(self.sets.test, list(part)), parts)
+
+    def measure(self, output: Tensor, target: Any) -> Tensor:
+        """See `TrainingTask`. `output`: [B, classes]."""
+        right = (output.argmax(-1) == target).sum()
+        numbers = torch.stack([self.loss(output, target), right]).tolist()  # one wait for a GPU
+        return torch.tensor([*numbers, len(target)], dtype=torch.float64)
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""

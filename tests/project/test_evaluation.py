@@ -1,0 +1,38 @@
+"""Evaluation and scoring hold no more than a step of training does."""
+
+from __future__ import annotations
+
+import pytest
+
+from project.train import lay_out
+from tests.live_bytes import LiveBytes
+from tests.project.programs import TINY, parse
+from training.check import outputs_on_main
+from training.launch.world import World
+from training.layouts.layout import setup_of
+from training.loop import evaluate_loss
+from training.tasks.texts import load_texts
+from training.tasks.translation import TranslationTask
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.mark.parametrize("options", ["", "--num_microbatches 8", "--recompute always"])
+@pytest.mark.parametrize("vocabulary", [400, 9000])
+def test_evaluation_holds_no_more_than_a_step(options: str, vocabulary: int) -> None:
+    """With many sentences to validate and to translate, of a model that never ends a sentence."""
+    sizes = f"--n_train 64 --n_validation 200 --n_test 64 --batch_size 64 --vocab_size {vocabulary}"
+    args, world = parse(f"train single {TINY} {sizes} {options}"), World()
+    task = TranslationTask(args, world, load_texts(args, world, translates=True))
+    model = lay_out(task, world, setup_of(args, world))
+    step = next(task.steps(0, 0, 1, model.num_microbatches))
+    with LiveBytes() as training:
+        model.backward(step)
+    with LiveBytes() as validation, model.evaluating():
+        evaluate_loss(world, task, model)
+    with LiveBytes() as translation, model.evaluating():
+        task.translated(world, model, [pair["de"] for pair in task.test_pairs])
+    with LiveBytes() as outputs:
+        outputs_on_main(world, task, model)
+    peaks = validation.peak, translation.peak, outputs.peak
+    assert max(peaks) <= training.peak, (training.peak, *peaks)
