@@ -61,7 +61,7 @@ COMPUTED = {
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 VOCAB_MULTIPLE = 64  # matrix units prefer it
-LOGITS_AT_ONCE = 1 << 22  # in evaluation
+MEASURED_AT_ONCE = 1 << 22  # in evaluation
 
 
 def round_vocab(size: int) -> int:
@@ -306,7 +306,7 @@ def measured(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         labels: [N], the tokens to predict.
     """
     sums = hidden.new_zeros(2, dtype=torch.float64)
-    at_once = max(1, LOGITS_AT_ONCE // len(weight))
+    at_once = max(1, MEASURED_AT_ONCE // len(weight))
     for some, own in zip(hidden.split(at_once), labels.split(at_once), strict=True):
         logits = F.linear(some, weight)
         right = (logits.argmax(-1) == own).sum()

@@ -35,7 +35,7 @@ from training.tasks.task import stream
 
 from .generation import continue_all
 from .gpt2 import (
-    LOGITS_AT_ONCE,
+    MEASURED_AT_ONCE,
     Sequences,
     gpt2_config,
     gpt2_layers,
@@ -44,7 +44,15 @@ from .gpt2 import (
     numbers_of_targets,
     round_vocab,
 )
-from .task import Batches, Step, TrainingTask, Translator, rectangles, steps_of_epoch, to_device
+from .task import (
+    BatchesOnDemand,
+    Step,
+    TrainingTask,
+    Translator,
+    rectangles,
+    steps_of_epoch,
+    to_device,
+)
 from .texts import Texts, made_once, place
 from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
 
@@ -245,8 +253,8 @@ class SequenceTask(TrainingTask, ABC):
 
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
-    ) -> Batches:
-        """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
+    ) -> BatchesOnDemand:
+        """BatchesOnDemand of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
         lengths = examples.sizes(range(len(examples)))[0] - 1
@@ -258,7 +266,7 @@ class SequenceTask(TrainingTask, ABC):
             ids, labels, weights = self._batch(examples.__getitems__(numbers.tolist()))
             return to_device((Sequences(ids, weights), labels[weights != 0]), self.device)
 
-        return Batches(make, [own[at] for at in cut])
+        return BatchesOnDemand(make, [own[at] for at in cut])
 
     def to_measure(self, x: Sequences, target: Tensor) -> Sequences:
         """With labels, for the head."""
@@ -275,7 +283,7 @@ class SequenceTask(TrainingTask, ABC):
         x = super().input_to_compare(dp_rank, dp_size, num_microbatches)
         if x is None:
             return None
-        first = x.targets.flatten().cumsum(0) <= max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        first = x.targets.flatten().cumsum(0) <= max(1, MEASURED_AT_ONCE // self.config.vocab_size)
         return x._replace(targets=x.targets * first.view_as(x.targets))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Batches(Sequence[Any]):
+class BatchesOnDemand(Sequence[Any]):
     """Inputs and targets, each made from its part of the examples when it is asked for."""
 
     make: Callable[[Any], tuple[Any, Any]]
