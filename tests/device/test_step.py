@@ -100,16 +100,6 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
 
 
 @on_device
-def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
-    """A last stage on the CPU reads them at once: the copy must have ended."""
-    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Setup(Options(), ADAMW))
-    target = torch.zeros(3, dtype=torch.long, device="cuda")
-    with patch.object(model, "outputs", lambda _: torch.zeros(3, 64)), watch() as seen:
-        model.measure(None, target)
-    assert waits(seen) == {"copy to the CPU, layout.py": 1}
-
-
-@on_device
 def test_a_copy_that_cannot_be_pinned_is_waited_for() -> None:
     with patch.object(Tensor, "pin_memory", side_effect=RuntimeError), watch() as seen:
         moved = to_device(torch.arange(3), "cuda")

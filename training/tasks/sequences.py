@@ -254,7 +254,7 @@ class SequenceTask(TrainingTask, ABC):
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
     ) -> BatchesOnDemand:
-        """BatchesOnDemand of similar lengths, and the labels of their targets. They have weights [B, T]
+        """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
         lengths = examples.sizes(range(len(examples)))[0] - 1
