@@ -11,7 +11,8 @@
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 500, and checks that a test sees each
 # make docs    the site: pages of docs/, the tutorial and all docstrings, with search, in build/site
-# make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
+# make clean   removes what report, figures, bench, test and docs made, by name; workdir/, where `make train` and your own
+#              runs are, stays, and so does .venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -148,5 +149,5 @@ docs: $(VENV)/.installed-dev
 	@echo "To read it: python3 -m http.server --directory build/site --bind 127.0.0.1, then http://127.0.0.1:8000"
 
 clean:
-	rm -rf workdir workdir_report workdir_figures build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
+	rm -rf workdir_report workdir_figures build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -10,10 +10,16 @@ parameters like others. A small model with fresh weights learns the alphabet her
 Paper: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
+import argparse
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import project  # noqa: F401  (first: it says what to type if the environment is not active)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -21,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import DistributedDataParallel
 from pipeline.partition import WithDevice
@@ -104,14 +109,23 @@ def in_shards(model: GPT2LMHeadModel, adapters: dict[str, Tensor], steps: int) -
         adapters.update({name: p.clone() for name, p in whole.items() if name in adapters})
 
 
-def main(strategy: str, path: str) -> None:
-    if strategy != "pipe":
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    strategies = {"pipe": in_stages, "ddp": on_ranks, "fsdp": in_shards}
+    parser.add_argument("strategy", choices=strategies)
+    parser.add_argument("file", help="for the adapters, as adapters.safetensors")
+    args = parser.parse_args()
+    if args.strategy != "pipe":
+        if "RANK" not in os.environ:
+            parser.error(f"{args.strategy} needs ranks: torchrun --nproc-per-node 2 starts two")
         dist.init_process_group("gloo")
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=26))
     adapters = adapt(model)
-    {"pipe": in_stages, "ddp": on_ranks, "fsdp": in_shards}[strategy](model, adapters, 100)
-    save_file(adapters, path)  # on every rank the same bytes
+    strategies[args.strategy](model, adapters, 100)
+    save_file(adapters, args.file)  # on every rank the same bytes
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

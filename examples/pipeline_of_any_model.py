@@ -7,16 +7,20 @@ Here a GPT-2 and a Llama of transformers, with fresh weights, learn the alphabet
 say its submodule at which the second stage begins.
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import project  # noqa: F401  (first: it says what to type if the environment is not active)
+
+# isort: split
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.tracing.trace import split
@@ -63,6 +67,8 @@ def train(model: nn.Module, second_stage: str) -> list[float]:
 
 
 def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
     for model, second_stage in models():
         first, *_, last = train(model, second_stage)
         print(f"{type(model).__name__}: the loss per letter fell from {first:.2f} to {last:.2f}")

@@ -24,6 +24,9 @@ from typing import Any, get_type_hints
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import project  # noqa: F401  (first: it says what to type if the environment is not active)
+
+# isort: split
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.printed import peak_alive
 from planning import search

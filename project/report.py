@@ -34,6 +34,9 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import project  # noqa: F401  (first: it says what to type if the environment is not active)
+
+# isort: split
 import torch
 from markupsafe import Markup
 from torch import Tensor

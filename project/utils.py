@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,10 +68,10 @@ def _show(results: Results) -> None:
     foot = "; ".join(results.task.describe().splitlines()[:2])
     picture = plot_training(args.workdir / PICTURE, [args.workdir], foot)
     if any(args.workdir.glob("timeline_rank*.json")):
-        results.say(
-            "To draw the recorded steps: python project/plot.py timeline "
-            f"{shlex.quote(str(args.workdir))}"
-        )
+        # As it can be pasted, also where the environment is not active.
+        python = "python" if shutil.which("python") == sys.executable else sys.executable
+        words = [python, Path(sys.argv[0]).with_name("plot.py"), "timeline", args.workdir]
+        results.say(f"To draw the recorded steps: {shlex.join(map(str, words))}")
     if any(args.workdir.glob("profile_rank*.json")):
         results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")

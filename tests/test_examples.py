@@ -100,7 +100,7 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Its commands, on a smaller model; the picture that it shows is there in the end."""
     cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
     lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
-    for program, options in re.findall(r"^!python project/(\w+)\.py (.*)$", lines, re.MULTILINE):
+    for program, options in re.findall(r"^!{python} project/(\w+)\.py (.*)$", lines, re.MULTILINE):
         options = options.replace("workdir_notebook", str(tmp_path / "workdir_notebook"))
         if program == "plot":
             plot.draw_figure(plot.parse_plot(options.split()))
@@ -110,6 +110,20 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
         assert run(smaller, None if alone else ranks)[1] is None
     (shown,) = re.findall(r'Image\("(.*)"\)', lines)
     assert (tmp_path / shown).is_file()
+
+
+def test_the_first_cell_of_the_notebook_may_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves examples/ once, and installs where its own Python is."""
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
+    *lines, install = next(c["source"] for c in cells if c["cell_type"] == "code")
+    assert install == "%pip install --quiet -r requirements.txt"
+    (tmp_path / "repository/examples").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "repository/examples")
+    for _ in range(2):
+        exec("".join(lines), {})
+        assert Path.cwd() == tmp_path / "repository"
 
 
 def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(

@@ -4,6 +4,7 @@ imports point, that no two files import each other, and that a name says which t
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -133,6 +134,24 @@ def test_the_interface_of_a_layout_brings_in_no_layout_and_no_task() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     assert [said(path) for path in FILES if path in brought_in(path)] == []
+
+
+def test_an_installed_copy_has_every_package_and_every_file() -> None:
+    """And mypy checks them all. (tomllib is younger than the oldest Python.)"""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    tables = re.findall(r"^(packages|files) = (\[.*?\])", text, re.MULTILINE | re.DOTALL)
+    listed = {name: set(ast.literal_eval(value)) for name, value in tables}
+    assert listed["files"] >= {*PACKAGES, "benchmarks", "tests"}
+    rooms = {
+        path.parent for top in (*PACKAGES, "benchmarks") for path in (ROOT / top).rglob("*.py")
+    }
+    assert listed["packages"] == {".".join(room.relative_to(ROOT).parts) for room in rooms}
+    data = re.findall(r"^\"?([\w.]+)\"? = \[\"([^\"]*)\"\]", text.split("package-data]")[1], re.M)
+    installed = {path for room, glob in data for path in ROOT.joinpath(*room.split(".")).glob(glob)}
+    paths = (path for top in (*PACKAGES, "benchmarks") for path in (ROOT / top).rglob("*.*"))
+    made = {"__pycache__", "results"}  # here, and not of the project
+    others = {p for p in paths if p.suffix != ".py" and p.is_file() and not made & {*p.parts}}
+    assert others == installed
 
 
 def test_a_name_means_one_thing() -> None:

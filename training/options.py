@@ -173,7 +173,7 @@ class Files:
     of the saved run that are not typed"""
     save_every: Count | None = None
     """save a checkpoint every N steps, besides the one at the end of each epoch, and the one on
-    SIGTERM or SIGUSR1, which end the run with status 75 (Ctrl-C saves nothing)"""
+    SIGTERM, SIGUSR1 or SIGUSR2, which end the run with status 75 (Ctrl-C saves nothing)"""
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
     async_save: bool = False

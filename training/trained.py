@@ -19,7 +19,7 @@ import torch
 from training.checkpoint import METADATA, Checkpoint, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, writing
 
-from .launch.errors import UserError
+from .launch.errors import UserError, say
 from .tasks.pretrained import check_pretrained, first_sentence
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
@@ -30,20 +30,27 @@ if TYPE_CHECKING:  # see training/tasks/gpt2.py
 def load_trained(
     name: str, device: torch.device | str = "cpu"
 ) -> tuple[Any, PreTrainedTokenizerFast]:
-    """The model, a `GPT2LMHeadModel` in evaluation mode, and its tokenizer. `model.generate` ends
-    at the end token, and at the length of the sequences that the model was trained on, which is
-    `tokenizer.model_max_length`.
+    """The model, a `GPT2LMHeadModel` in evaluation mode, and its tokenizer. `model.generate` takes
+    the most probable tokens, and ends at the end token, and at the length of the sequences that the
+    model was trained on, which is `tokenizer.model_max_length`.
 
     Raises:
         UserError: there is no such thing, or it is damaged.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one for the weights, before each answer
     folder = Path(name)
     one = (folder / METADATA).is_file()
-    checkpoint = open_checkpoint(folder) if one else newest(folder / CHECKPOINTS)[0]
+    checkpoint, refused = (open_checkpoint(folder), []) if one else newest(folder / CHECKPOINTS)
+    if checkpoint and refused:
+        say(f"{'; '.join(refused)}; {checkpoint.folder.name}, which is older, is taken\n")
     model, tokenizer = _of_checkpoint(checkpoint) if checkpoint else _of_transformers(name)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update({"use_cache": True, **special})
-    model.generation_config.update(max_length=tokenizer.model_max_length, **special)
+    # A pipeline of transformers draws, unless it is told not to.
+    settings = {"max_length": tokenizer.model_max_length, "do_sample": False, **special}
+    model.generation_config.update(**settings)
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

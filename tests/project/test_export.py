@@ -118,6 +118,7 @@ def test_the_snippet_translates_as_generate_py_does(
     assert rows.tolist() == [[tokenizer.eos_token_id]] * 2
     assert (tokenizer.model_max_length, tokenizer.padding_side) == (24, "left")
     assert model.generation_config.max_length == 24
+    assert model.generation_config.do_sample is False  # else a pipeline of transformers draws
 
 
 def test_programs_start_from_it(learned: Learn, pairs: Path, ranks: Ranks) -> None:

@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -91,13 +93,24 @@ def format_error(error: BaseException) -> str:
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """Prints a user's mistake and ends the program. Under torchrun each host's first rank does."""
+    """Prints a user's mistake and ends the program. Under torchrun each host's first rank does, in
+    the first attempt that makes it: torchrun starts all again, whatever their status."""
     if torchrun_world_size() is None:
         say(message)
         raise SystemExit(status)
     if torchrun("LOCAL_RANK", 0):
         time.sleep(GRACE)
-    leave(message, status)
+    leave("" if _was_said(message) else message, status)
+
+
+def _was_said(message: str) -> bool:
+    """Whether it is the last message of an earlier attempt of torchrun on this host."""
+    with suppress(KeyError, IndexError, OSError):
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2] / "refused"  # of all attempts
+        before = file.read_text("utf-8") if file.exists() else ""
+        file.write_text(message, "utf-8", "backslashreplace")
+        return message == before
+    return False
 
 
 def leave(message: str, status: int) -> NoReturn:
@@ -110,8 +123,11 @@ def leave(message: str, status: int) -> NoReturn:
 
 def open_streams() -> None:
     """Makes a standard stream that is closed (`>&-`) one that nobody reads. Otherwise Python's is
-    None, and the next file that is opened gets its number, and what a library prints."""
+    None, and the next file that is opened gets its number, and what a library prints. Output whose
+    encoding lacks a letter (LC_ALL=C, PYTHONIOENCODING) has it escaped: \\xfc."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         name, mode = [("stdin", "r"), ("stdout", "w"), ("stderr", "w")][number]
         setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
     os.close(number)
+    if isinstance(sys.stdout, TextIOWrapper):  # and not what a notebook puts there
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it

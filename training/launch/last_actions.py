@@ -45,6 +45,11 @@ def in_file(path: Path, size: int) -> Any:
         return (LastAction * size).from_buffer(mmap.mmap(file.fileno(), nbytes))
 
 
+def in_memory(size: int) -> Any:
+    """The last actions of `size` ranks, in memory that this process shares with its forks."""
+    return (LastAction * size).from_buffer(mmap.mmap(-1, size * ctypes.sizeof(LastAction)))
+
+
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     """Where to look: what ranks wait in, and who does not wait. Empty if none waits, or all do."""
     names = [action.name.decode() for action in actions]

@@ -51,8 +51,17 @@ import torch.distributed as dist
 from runtime.cores import core_slice, pin
 from training.options import VGG, Options
 
-from .errors import RunError, UserError, format_error, leave, say, torchrun, torchrun_world_size
-from .last_actions import in_file, table
+from .errors import (
+    RunError,
+    UserError,
+    format_error,
+    leave,
+    open_streams,
+    say,
+    torchrun,
+    torchrun_world_size,
+)
+from .last_actions import in_file, in_memory, table
 from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
 from .signals import (
     ENDING_SIGNALS,
@@ -103,7 +112,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
     else:
         resource_tracker.ensure_running()  # when it starts, it unblocks signals
     # Memory that the program shares with the ranks, an entry for each.
-    last = context.RawArray(LastAction, settings.world_size)
+    last = (in_memory if forks else partial(context.RawArray, LastAction))(settings.world_size)
     port = listener.getsockname()[1]
     processes: list[Any] = []
     pipes = []
@@ -193,6 +202,7 @@ def _rank_main(
 ) -> None:
     """The main of a rank that the program starts. Reports how it has ended."""
     _end_with_parent()
+    open_streams()
     # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Notice ends a
     # rank at once, also while it waits in C, until `notice_sets_flag`.
     set_handlers(TERMINAL_SIGNALS, signal.SIG_IGN)

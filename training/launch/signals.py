@@ -1,5 +1,6 @@
-"""What a signal does to a process: Ctrl-C, SIGHUP when the terminal closes, and notice (SIGTERM or
-SIGUSR1), which a scheduler gives before it takes a machine away.
+"""What a signal does to a process: Ctrl-C, SIGHUP when the terminal closes, and notice, which a
+scheduler gives before it takes a machine away: SIGTERM, SIGUSR1 (Slurm as asked, SGE), SIGUSR2
+(submitit, SGE, LSF) or SIGXCPU (time is used up).
 
     process                    at Ctrl-C, SIGHUP           at notice, while it trains
     a program with ranks       ends, and ends its ranks    passes the notice on to its ranks
@@ -41,7 +42,7 @@ if not hasattr(signal, "SIGHUP"):
     )
 
 TERMINAL_SIGNALS: list[int] = [signal.SIGINT, signal.SIGHUP]
-NOTICE_SIGNALS: list[int] = [signal.SIGTERM, signal.SIGUSR1]
+NOTICE_SIGNALS: list[int] = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 ENDING_SIGNALS = [*TERMINAL_SIGNALS, *NOTICE_SIGNALS]
 TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
 # The flag: the notices that this process was given inside `notice_sets_flag`, by signal, with the

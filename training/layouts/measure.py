@@ -40,15 +40,16 @@ def stage_sizes(
         return sizes_as_asked(balance, task.blocks, num_stages)
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
-    sizes: list[int] = []  # to be measured
-    if world.is_main:  # the others wait for the result
+
+    def measured() -> list[int]:
         step = next(task.steps(0, 0, 1, num_microbatches))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
         filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, setup.dtype))
         with setup.autocast(world.device):
             costs = measure_costs(filled, x, lambda output: task.loss(output, target))
-        sizes = balanced(costs, num_stages)
-    return world.from_main(sizes)
+        return balanced(costs, num_stages)
+
+    return world.on_main(measured)  # the others wait, however long it takes
 
 
 def cut_in_words(task: TrainingTask, cut: Sequence[int]) -> str:

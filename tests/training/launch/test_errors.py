@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from tests.project.programs import ROOT
+from tests.ranks import under_torchrun
+from training.launch.errors import open_streams, refuse
+from training.launch.signals import ENDING_SIGNALS, end_process, handlers
 
 BEGIN = """
 import os, signal, sys, time
@@ -59,6 +66,66 @@ assert not sys.stdin.isatty() and open(os.devnull).fileno() > 2
     open_streams = ["", "said\nin C, ", "complained\nin C, "]
     open_streams[closed] = ""
     assert [done.stdout, done.stderr] == open_streams[1:]
+
+
+def test_output_lacks_no_line_whatever_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would end after its first epoch."""
+    content = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(content, "latin-1"))
+    open_streams()
+    sys.stdout.write("für \u2192 \udcfc\n")  # of which the last is of a name that is not UTF-8
+    sys.stdout.flush()
+    assert content.getvalue() == b"f\xfcr \\u2192 \\udcfc\n"
+
+
+def test_what_every_attempt_of_torchrun_finds_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("training.launch.errors.leave", lambda text, _: said.append(text))
+    for attempt, mistake in enumerate(["a typo", "a typo", "a full disk", "a typo"]):
+        folder = tmp_path / f"run/attempt_{attempt}/0"
+        folder.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        with under_torchrun():
+            refuse(mistake)
+    assert said == ["a typo", "", "a full disk", "a typo"]
+
+
+PROGRAMS = [
+    path for folder in ("project", "examples") for path in sorted((ROOT / folder).glob("*.py"))
+    if "__main__" in path.read_text("utf-8")
+]  # fmt: skip
+NEED_A_WORD = {"generate.py", "plot.py", "report.py", "train.py", "lora.py", "plan.py"}
+
+
+def test_without_the_environment_every_program_says_what_to_type() -> None:
+    """-S leaves out where libraries are."""
+    for path in PROGRAMS:
+        line = [sys.executable, "-S", str(path), "-w", "2"]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done
+        assert f"{path.name} -w 2, or source .venv/bin/activate first\n" in done.stderr
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_every_program_answers_help_and_a_word_that_it_does_not_know(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that need a word may ask for it first."""
+    for words, status in ((["--help"], 0), (["--no_such_option"], 2), ([], 2)):
+        monkeypatch.setattr("sys.argv", [str(path), *words])
+        if not words and path.name not in NEED_A_WORD:
+            continue  # it would begin
+        with handlers(ENDING_SIGNALS, end_process), pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr()
+        assert end.value.code == status
+        if words == ["--help"]:
+            assert path.name in printed.out and printed.err == ""
+        else:
+            last = printed.err.splitlines()[-1]
+            assert re.search("no_such_option|required|must be named|is missing", last), last
 
 
 def test_a_system_without_posix_signals_is_refused_in_the_first_line_that_fails() -> None:

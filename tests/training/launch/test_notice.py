@@ -128,6 +128,12 @@ def test_notice_ends_all(
     assert len(losses(tmp_path)) == saved and (tmp_path / ENDED).is_file()
 
 
+def test_whatever_a_scheduler_sends_is_notice() -> None:
+    sent = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+    with notice_sets_flag():
+        assert [number for number in sent if callable(signal.getsignal(number))] == sent
+
+
 def test_notice_hides_no_error(tmp_path: Path) -> None:
     """Nor does a run that has saved nothing say that it has."""
     args = parse_train(["single", "--model", "gpt2-mini", "--workdir", str(tmp_path)])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from training.launch.errors import UserError
-from training.layouts.measure import cut_in_words, sizes_as_asked, split_by
+from training.layouts.measure import cut_in_words, sizes_as_asked, split_by, stage_sizes
 
 
 def test_sizes_of_stages() -> None:
@@ -20,6 +21,13 @@ def test_sizes_of_stages() -> None:
     for wrong in ("3,3", "5", "5,0", "2,x", ""):
         with pytest.raises(UserError, match="2 positive numbers that add up to the 5 blocks"):
             split_by(wrong, 5, 2, "blocks")
+
+
+def test_ranks_wait_as_long_as_the_layers_are_measured() -> None:
+    """And not until their time-out."""
+    world: Any = SimpleNamespace(on_main=Mock(return_value=[3, 4]), is_main=False)
+    setup: Any = SimpleNamespace(args=SimpleNamespace(balance="auto"), cut=None)
+    assert stage_sizes(Mock(), world, setup, 2, 1) == [3, 4]
 
 
 def test_what_the_layers_are_where_a_block_has_several() -> None:
