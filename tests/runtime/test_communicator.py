@@ -52,6 +52,16 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
         assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
+@pytest.mark.parametrize("share", [True, False])
+@on_ranks(2)
+def test_a_sum_of_any_shape(rank: int, _: int, share: bool) -> None:
+    """One number without a dimension, none at all, and a matrix that does not lie row by row."""
+    with processes.sharing(share):
+        mine = Communicator(torch.distributed.group.WORLD)
+        for x in (torch.tensor(3.0), torch.empty(0, 2), torch.arange(6.0).view(2, 3).t()):
+            assert mine.all_reduce(x * (1 + rank)).equal(3 * x)
+
+
 def _in_place(rank: int, size: int, way: str) -> list[Tensor]:
     """Sums of lent memory, in the place of what was there, or added to it; and along a dimension in
     the middle."""
