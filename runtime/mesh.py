@@ -96,6 +96,12 @@ def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
             if dist.get_rank() in members:
                 places[axes] = Axis(members.index(dist.get_rank()), size, groups[key])
                 messages = messages or between
+    if "nccl" in dist.get_backend():
+        # NCCL connects ranks in the first collective of a group. In backward that could wait for a
+        # GPU on which a message between stages waits.
+        for (_, ranks_of_group), group in groups.items():
+            if len(ranks_of_group) > 1 and dist.get_rank() in ranks_of_group:
+                dist.all_reduce(torch.zeros((), device="cuda"), group=group)
     return Mesh(places, messages)
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.dropout import mixed
+from runtime.mesh import GROUPS, make_mesh
 from tests.device.seen import watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
@@ -78,6 +80,27 @@ def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]
 def test_rows_that_follow_each_other_make_groups_of_their_own() -> None:
     """Messages of devices close theirs, and others of NCCL's would keep memory of the GPU."""
     assert ranks(4).run(ended_groups, "mesh4-2x2x1-zero1") == [(["", ""], 0)] * 4
+
+
+def connected(rank: int, _: int) -> tuple[int, int]:
+    """In how many groups a rank meets others, and in how many it has met them."""
+    met, all_reduce = set(), dist.all_reduce
+    torch.cuda.set_device(rank % 2)
+
+    def noted(x: Tensor, group: Any) -> None:
+        met.add(group)
+        assert x.device.type == "cuda"
+        all_reduce(x, group=group)
+
+    with patch("torch.distributed.all_reduce", noted):
+        mesh = make_mesh({"dp": 2}, 30.0)
+    return len({mesh[axes].group for axes in GROUPS if mesh[axes].size > 1}), len(met)
+
+
+@on_device
+def test_groups_are_connected_before_the_first_step() -> None:
+    """Else NCCL does it inside backward, while a message between stages waits on the same GPU."""
+    assert ranks(2, NCCL).run(connected) == [(1, 1)] * 2
 
 
 def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str]]:
