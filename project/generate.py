@@ -26,7 +26,9 @@ from project.command_line import Parser
 from training.launch.errors import UserError, say
 from training.options import count, number_type, whole
 
-TEMPERATURE = number_type(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
+TEMPERATURE = number_type(
+    float, lambda x: x == 0 or 1e-6 <= x < float("inf"), "0, or 1e-6 or more, as 0.8"
+)
 
 
 def folder(name: str) -> str:

@@ -44,6 +44,7 @@ from training.checkpoint import newest, weights_of
 from training.files import CHECKPOINTS, moving
 from training.options import Options
 
+from .launch.errors import RunError
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .tasks.task import Step, TrainingTask, whole_model
@@ -261,7 +262,9 @@ def check(
     exact.train()
     compared: dict[str, tuple[Tensors, Tensors, Tensors]] = {}
     if args.check_weights:
-        checkpoint, _ = newest(args.workdir / CHECKPOINTS)
+        checkpoint, refused = newest(args.workdir / CHECKPOINTS)
+        if refused:  # older weights are others
+            raise RunError(f"--check_weights: {refused[0]}")
         got = weights_of(checkpoint) if checkpoint else {}
         compared["weights"] = got, plain.weights(), exact.weights()
     if args.check_output:

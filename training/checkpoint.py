@@ -23,6 +23,10 @@ reads the tensors of which it holds a part, or gets them from rank 0, and keeps 
 A truncated file is refused; a bit that the disk has flipped is not noticed. A rank that cannot
 write or read says so and ends, and with it the run.
 
+A damaged checkpoint gives way to the one before it, and is renamed. One that may be whole, and
+cannot be read now, ends the run: its disk does not answer, or its format is of another version.
+Only `prune` removes checkpoints, and `clean` what has not become one.
+
 Cost: each rank writes its part. When saving in the background the run waits only until its tensors
 are copied. Loading takes the memory of the largest tensor.
 """
@@ -32,14 +36,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import EnumMeta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,21 +54,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.files import json_text, writing
+from training.files import json_text, unused, writing
 
 from .launch.errors import UserError
 from .launch.world import World
 from .layouts.layout import Held, LaidOutModel
 
 FORMAT = "parallel-gpt2 checkpoint 5"
+NAME = re.compile(r"\d{6}-")
 STATE, METADATA = "state.json", ".metadata"
+MOVE = "move it away to go on from the one before it"
 
 # A single process needs no reminder that torch.distributed is not initialized.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointError(UserError):
-    """A damaged checkpoint, or one of another model."""
+    """A checkpoint that is of another model, or cannot be read here and now."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that nobody can read any more."""
 
 
 # What a rank holds
@@ -176,7 +188,7 @@ class Saver:
         name = self.world.from_main(f"{int(last.split('-')[0]) + 1:06d}-{label}")
         sizes = {file: len(content) for file, content in files.items()}
         full_state = {"format": FORMAT, "bytes": sizes, **state}
-        texts = {STATE: json_text(full_state, indent=1).encode(), **files}
+        texts = {STATE: json_text(full_state, indent=1).encode(errors="backslashreplace"), **files}
         if not self.background:
             self._write(name, held, texts)
             return name
@@ -193,33 +205,46 @@ class Saver:
         world, aside = self.world, self.folder / f".{name}.part"
         if world.device.type == "cuda":  # a new thread has the first, and would take memory there
             torch.accelerator.set_device_index(world.device)
+        what = f"--workdir {self.folder.parent}: checkpoint {name}"
         try:
-            with writing(f"--workdir {self.folder.parent}: checkpoint {name}"):
+            with writing(what):
                 if world.is_main:
                     aside.mkdir(parents=True)
                 world.gather(None)
                 # A host that does not see the folder of rank 0 has another disk.
                 with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
                     tensor_files.write(Path(own), held, world)
-                    mine = [] if own == aside else Path(own).iterdir()
-                    received = world.gather({path.name: path.read_bytes() for path in mine})
-                if world.is_main:
-                    self._complete(aside, name, texts, *received)
+                    self._send([] if own == aside else [*Path(own).iterdir()], aside)
+            world.on_main(lambda: self._complete(what, aside, name, texts))  # however long it takes
         except BaseException:
             if world.is_main:  # torchrun's next attempt needs the room on the disk
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-        world.gather(None)  # rank 0 has renamed the folder
 
-    def _complete(self, aside: Path, name: str, *others: Mapping[str, bytes]) -> None:
+    def _send(self, paths: list[Path], aside: Path) -> None:
+        """Sends these files to rank 0, which writes them into its folder: one after the other, so
+        that no rank holds more than one of them."""
+        world = self.world
+        for rank, sizes in enumerate(world.gather({path: path.stat().st_size for path in paths})):
+            for path, size in sizes.items() if world.rank in (0, rank) else ():
+                content = torch.empty(size, dtype=torch.uint8)
+                if world.is_main:
+                    dist.recv(content, rank, world.group)
+                    (aside / path.name).write_bytes(content.numpy().data)
+                else:
+                    with path.open("rb") as file:
+                        file.readinto(content.numpy().data)
+                    dist.send(content, 0, world.group)
+
+    def _complete(self, what: str, aside: Path, name: str, texts: Mapping[str, bytes]) -> None:
         """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
-        for files in others:
-            for file, content in files.items():
+        with writing(what):
+            for file, content in texts.items():
                 (aside / file).write_bytes(content)
-        for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
-            _sync(path)
-        aside.rename(self.folder / name)  # atomic
-        _sync(self.folder)  # the name, too
+            for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
+                _sync(path)
+            aside.rename(self.folder / name)  # atomic
+            _sync(self.folder)  # the name, too
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises RunError."""
@@ -258,16 +283,25 @@ class Saver:
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
         weights: no size tells NaN weights from good ones."""
-        self._remove(names(self.folder)[:-keep])
+        self._each(names(self.folder)[:-keep], partial(shutil.rmtree, ignore_errors=True))
 
-    def forget_after(self, loaded: Checkpoint) -> None:
-        """Removes the checkpoints newer than the loaded one: they are damaged, and must not count
+    def set_aside_after(self, loaded: Checkpoint) -> None:
+        """Renames the checkpoints newer than the loaded one: they are damaged, and must not count
         towards `keep`."""
-        self._remove([name for name in names(self.folder) if name > loaded.folder.name])
+        damaged = [name for name in names(self.folder) if name > loaded.folder.name]
+        self._each(
+            damaged, lambda path: path.rename(unused(path.with_name(f"damaged-{path.name}")))
+        )
 
-    def _remove(self, unwanted: list[str]) -> None:
-        for name in unwanted if self.world.is_main else ():
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+    def _each(self, some: Sequence[str], work: Callable[[Path], object]) -> None:
+        """Calls it with the folder of each of these checkpoints, on rank 0."""
+
+        def work_on_all() -> None:
+            with writing(self.folder):
+                for name in some:
+                    work(self.folder / name)
+
+        self.world.on_main(work_on_all)
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
@@ -307,27 +341,34 @@ class Checkpoint:
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest intact checkpoint in `folder`, or None if there is none; and why each newer one
-    was refused. Raises CheckpointError if all are damaged."""
+    was refused, which is damaged. Raises CheckpointError if all are damaged, or if one may be whole
+    and cannot be read."""
     refused: list[str] = []
     for name in reversed(names(folder)):
         try:
             return open_checkpoint(folder / name), refused
-        except CheckpointError as error:
+        except DamagedError as error:
             refused.append(str(error))
     if refused:
         anew = "a run without --resume starts from scratch"
-        raise CheckpointError(f"every checkpoint is damaged ({'; '.join(refused)}); {anew}")
+        raise DamagedError(f"every checkpoint is damaged ({'; '.join(refused)}); {anew}")
     return None, refused
 
 
 def names(folder: Path) -> list[str]:
-    """The checkpoints in `folder` by name, intact or not, the oldest first."""
-    return sorted(path.name for path in folder.glob("[0-9]" * 6 + "-*"))
+    """The checkpoints in `folder` by name, intact or not, the oldest first. Raises CheckpointError
+    if it is there and cannot be read: it may have some."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if NAME.match(path.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read now ({error.strerror})") from error
 
 
 def clean(folder: Path) -> None:
     """Removes the temporary folders that a killed process left in `folder`."""
-    for path in folder.glob(".*.part"):
+    for path in folder.glob(f".{'[0-9]' * 6}-*.part"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -335,13 +376,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`, if it is intact.
 
     Raises:
-        CheckpointError: with what is wrong with it.
+        DamagedError: with what is wrong with it.
+        CheckpointError: it may be intact, and cannot be read.
     """
     file = STATE
     try:
         state = json.loads((folder / file).read_bytes())
-        if state.get("format", FORMAT) != FORMAT:  # the version before wrote it elsewhere
-            raise ValueError(f"its format is {state['format']!r}, not {FORMAT!r}")
+        found = FORMAT if (folder / "manifest.json").exists() else state["format"]  # of version 4
+        if found != FORMAT:
+            raise CheckpointError(f"its format is {found!r}, not {FORMAT!r}")
         file = METADATA
         with (folder / file).open("rb") as stream:
             metadata = _Metadata(stream).load()
@@ -353,8 +396,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if (there := (folder / file).stat().st_size) != size:
                 raise ValueError(f"it has {there:,} of {size:,} bytes")
         return Checkpoint(folder, state, metadata)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}; {MOVE}") from None
+    except (OSError, MemoryError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise DamagedError(f"{folder}: {file} is missing") from None
+        raise CheckpointError(f"{folder}: {file} cannot be read now ({error}); {MOVE}") from error
     except Exception as error:  # a damaged pickle raises many kinds
-        raise CheckpointError(f"{folder}: {file} is damaged ({error})") from None
+        raise DamagedError(f"{folder}: {file} is damaged ({error})") from None
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -393,11 +442,14 @@ class _Metadata(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_class = module.split(".")[0] in ("torch", "pathlib") and name in _CLASSES
         if not (is_class or is_dtype):
-            raise ValueError(
+            raise CheckpointError(
                 f"its .metadata asks for {module}.{name}, which no checkpoint of this project "
                 "needs: do not load files of people whom you do not trust"
             )
-        return super().find_class(module, name)
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            raise CheckpointError(f"it needs {module}.{name} of another torch") from None
 
 
 def _sync(path: Path) -> None:

@@ -7,6 +7,7 @@ pipe. `training.launch.errors.say` erases what an interrupted run has left of it
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -48,6 +49,12 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def unused(path: Path) -> Path:
+    """This path with the first number at which there is nothing: earlier_1, earlier_2, ..."""
+    numbered = (path.with_name(f"{path.name}_{n}") for n in itertools.count(1))
+    return next(other for other in numbered if not other.exists())
+
+
 def show(text: str) -> None:
     """Prints. Raises RunError if its reader is gone (Broken pipe), as when `| head` has ended."""
     with writing("standard output"):
@@ -59,7 +66,8 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".part")
     try:
         with writing(path):
-            aside.write_text(text, encoding="utf-8")
+            # A name that is not UTF-8 has halves of letters, which JSON has escaped.
+            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
             aside.replace(path)  # atomic
     finally:
         aside.unlink(missing_ok=True)  # left only by an error

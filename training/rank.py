@@ -24,7 +24,7 @@ from .launch.errors import counted
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup, setup_of
 from .optimization import check_warmup, usual_warmup
-from .resume import Resume, find_resume
+from .resume import Resume, find_resume, started
 from .tasks.task import TrainingTask
 
 
@@ -74,7 +74,8 @@ def run_rank(
     resume, of_main = world.on_main(lambda: (find_resume(args), vars(args)))
     if args.resume:
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})
-    task = task_of(args, world, resume)
+    with started(world, args):
+        task = task_of(args, world, resume)
     if world.world_size > 1:  # all ranks go on, or none
         fingerprints = task.fingerprints()
         check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))

@@ -27,7 +27,6 @@ Cost: 0.1 ms per step.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -56,11 +55,12 @@ from .files import (
     TENSORBOARD,
     json_text,
     show,
+    unused,
     write_json,
     write_text,
     writing,
 )
-from .launch.errors import UserError
+from .launch.errors import RunError, UserError
 from .launch.world import World
 from .layouts.layout import LaidOutModel
 from .tasks.task import Score, TrainingTask
@@ -74,6 +74,9 @@ OF_A_RUN = (
     "timeline_*.png", "profile_rank*.json", "report.html", OPTIONS, SUMMARY, PICTURE,
     TENSORBOARD, METRICS,
 )  # fmt: skip
+
+
+LOG_IN = "`wandb login`, or WANDB_MODE=offline in the environment, works"
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,18 @@ class Results:
         """Sets an earlier run aside, unless some of its steps are resumed; prints what will be
         trained."""
         args, task = self.args, self.task
-        if self.world.is_main:
-            if not steps_done and (aside := set_aside(args.workdir)) is not None:
-                notes = [*notes, f"Earlier results were moved to {aside}/."]
-            command = shlex.join(["python", *sys.argv])
-            write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
+
+        def write() -> Path | None:
+            aside = None if steps_done else set_aside(args.workdir)
+            write_options(args)
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
-            self.sinks = _sinks(args, steps_done)
+            self.sinks = _sinks(args, steps_done)  # which may wait for a network
+            return aside
+
+        if (aside := self.world.on_main(write)) is not None:
+            notes = [*notes, f"Earlier results were moved to {aside}/."]
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
         self._say_row(*self.columns)
 
@@ -241,13 +247,10 @@ class Results:
             **self.task.score_details,
         }
         write_json(args.workdir / SUMMARY, self.summary)
-        if args.wandb:  # forked ranks run no exit handlers
-            import wandb
-
-            wandb.finish()
 
     def close(self) -> None:
-        """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
+        """Prints the mean time and speed of an epoch, and a few outputs; ends what was sent to
+        W&B. On rank 0 alone, inside `on_main`."""
         if later := self.history[1:]:  # the first warms up; an earlier run may have begun it
             seconds, speeds = zip(*later, strict=True)
             means = f"{spread(seconds, 's')}, {spread(speeds, self.task.units[0])}"
@@ -255,6 +258,10 @@ class Results:
         self.say("")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
+        if self.args.wandb:  # forked ranks run no exit handlers
+            import wandb
+
+            wandb.finish()
 
 
 def _number(value: float, digits: int) -> str:
@@ -267,18 +274,29 @@ def options_of(args: Options) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "typed"}
 
 
+def write_options(args: Options) -> None:
+    """Writes options.json."""
+    command = shlex.join(["python", *sys.argv])
+    write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
+
+
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; those of steps have a `loss`, those of evaluations have none."""
     text = (workdir / METRICS).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
+def holds_run(workdir: Path) -> bool:
+    """Whether a run has come so far that its folder has results or a checkpoint."""
+    return (workdir / METRICS).exists() or bool(names(workdir / CHECKPOINTS))
+
+
 def set_aside(workdir: Path) -> Path | None:
     """Moves the files of an earlier run, if there was one, into the folder earlier_1, or earlier_2,
     ..., of `workdir`, and returns that folder."""
-    if not ((workdir / METRICS).exists() or names(workdir / CHECKPOINTS)):
+    if not holds_run(workdir):
         return None
-    aside = next(p for n in itertools.count(1) if not (p := workdir / f"earlier_{n}").exists())
+    aside = unused(workdir / "earlier")
     with writing(aside):
         aside.mkdir()
         for pattern in OF_A_RUN:  # after an interruption the next run moves the rest
@@ -346,10 +364,14 @@ def _printed(numbers: Mapping[str, Any]) -> None:
 
 
 def check_trackers(args: Options) -> None:
-    """Raises UserError if one that the options ask for is not installed."""
+    """Raises UserError if one that the options ask for is not installed, or knows nobody."""
     for name in ("tensorboard", "wandb"):
         if getattr(args, name) and importlib.util.find_spec(name) is None:
             raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
+    files = ("~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings")
+    known = any(Path(file).expanduser().exists() for file in files)
+    if args.wandb and not known and not any(name.startswith("WANDB_") for name in os.environ):
+        raise UserError(f"--wandb: nobody is logged in; {LOG_IN}")
 
 
 def _tensorboard(folder: Path, steps_done: int) -> Sink:
@@ -372,5 +394,8 @@ def _wandb(args: Options) -> Sink:
     import wandb
 
     about: dict[str, Any] = {"dir": args.workdir, "config": options_of(args)}
-    run = wandb.init(project="parallel-gpt2", resume="auto", **about)
+    try:
+        run = wandb.init(project="parallel-gpt2", resume="auto", **about)
+    except wandb.errors.Error as error:  # no login, no network
+        raise RunError(f"--wandb: {error}; {LOG_IN}") from error
     return lambda numbers: run.log(dict(numbers), step=numbers["step"])

@@ -15,17 +15,19 @@ No result includes the time of saving.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
-from training.files import CHECKPOINTS, ENDED
+from training.files import CHECKPOINTS, ENDED, OPTIONS
 from training.optimization import Optimizers
 from training.options import Architecture, Data, O, Options, option_names, spelt
-from training.results import NOTHING_YET, Totals, options_of
+from training.results import NOTHING_YET, Totals, holds_run, options_of, write_options
 
 from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.signals import Ended
@@ -81,13 +83,12 @@ NO_RESUME = Resume(None)
 
 
 def as_it_was(args: O, *strategies: str) -> O:
-    """With --resume, the options with the values that they had in the run whose newest intact
-    checkpoint is in the workdir. Those that were typed keep their values. So do --check_weights and
-    --check_output, since a flag that is set cannot be unset by typing. The options of the layout
-    are taken from that run if it had one of `strategies`, no option of the layout was typed, and
-    torchrun does not decide how many ranks there are."""
-    checkpoint, _ = newest(args.workdir / CHECKPOINTS) if args.resume else (None, [])
-    saved: dict[str, Any] = checkpoint.state["options"] if checkpoint else {}
+    """With --resume, the options with the values that they had in the run in the workdir. Those
+    that were typed keep their values. So do --check_weights and --check_output, since a flag that
+    is set cannot be unset by typing. The options of the layout are taken from that run if it had
+    one of `strategies`, no option of the layout was typed, and torchrun does not decide how many
+    ranks there are."""
+    saved = options_in(args.workdir, newest(args.workdir / CHECKPOINTS)[0]) if args.resume else {}
     left = {"workdir", "check_weights", "check_output", *args.typed}
     if LENGTH & args.typed:
         left |= LENGTH
@@ -102,24 +103,33 @@ def as_it_was(args: O, *strategies: str) -> O:
     return replace(args, **taken)
 
 
+def options_in(workdir: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """The options of the run that is resumed. Before its first checkpoint options.json has them."""
+    if checkpoint is not None:
+        return dict(checkpoint.state["options"])
+    file = workdir / OPTIONS
+    try:
+        return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: {error}; without --resume a new run begins") from error
+
+
 def find_resume(args: Options) -> Resume:
     """The newest intact checkpoint, for --resume. Rank 0 looks for it, and sends it to the others,
     whose hosts may have other folders.
 
     Raises:
-        UserError: all checkpoints are damaged; options differ from those of the run that saved it;
-            or it has done more steps than the options ask for.
+        UserError: all checkpoints are damaged, or the newest cannot be read now; options differ
+            from those of the run; or it has done more steps than the options ask for.
     """
     if not args.resume:
         return NO_RESUME
     folder = args.workdir / CHECKPOINTS
     checkpoint, refused = newest(folder)
-    if checkpoint is None:
-        return Resume(None, (f"--resume: {folder} has no checkpoint; starting afresh, as typed.",))
-    name, state = checkpoint.folder.name, checkpoint.state
+    name = checkpoint.folder.name if checkpoint else OPTIONS
     # A learning rate that decays is a function of the run's length, too.
-    fixed = DECIDE if args.lr_scheduler == "constant" else DECIDE | LENGTH
-    now, was = options_of(args), state["options"]
+    fixed = DECIDE | LENGTH if checkpoint and args.lr_scheduler != "constant" else DECIDE
+    now, was = options_of(args), options_in(args.workdir, checkpoint)
     # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
@@ -129,7 +139,10 @@ def find_resume(args: Options) -> Resume:
             f"{here} with --resume: {name} was saved with {there}; keep that, in a program that "
             "has it, or use another --workdir to start a new run"
         )
-    done, per_epoch = state["steps"], state["steps_per_epoch"]
+    if checkpoint is None:
+        options = f"with the options in {OPTIONS}" if was else "as typed"
+        return Resume(None, (f"--resume: {folder} has no checkpoint; starting afresh, {options}.",))
+    done, per_epoch = checkpoint.state["steps"], checkpoint.state["steps_per_epoch"]
     total = args.num_batches or args.n_epochs * per_epoch
     if total < done:
         length = "num_batches" if args.num_batches else "n_epochs"
@@ -137,11 +150,26 @@ def find_resume(args: Options) -> Resume:
             f"{spelt(length, now[length])} with --resume: {name} has done {counted(done, 'step')} "
             f"({done / per_epoch:g} epochs); as many or more work"
         )
-    notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
+    notes = [f"Set aside a damaged checkpoint, as damaged-...: {reason}" for reason in refused]
     notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
     if total == done:
         notes.append("Nothing is left to train.")
     return Resume(checkpoint, tuple(notes))
+
+
+@contextmanager
+def started(world: World, args: Options) -> Iterator[None]:
+    """Within it, before anything is saved, --resume knows the options, unless an earlier run is in
+    the workdir, which then is the one to resume. A mistake leaves nothing behind."""
+    begins = world.is_main and not holds_run(args.workdir)
+    if begins:
+        write_options(args)
+    try:
+        yield
+    except UserError:
+        if begins:
+            (args.workdir / OPTIONS).unlink()
+        raise
 
 
 class Saving:
@@ -172,7 +200,7 @@ class Saving:
             return NOTHING_YET
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, self.model)
-        self.saver.forget_after(resume.checkpoint)
+        self.saver.set_aside_after(resume.checkpoint)
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
         done, n, part = Totals(**state["totals"]), self.model.dp_size, self.model.dp_rank

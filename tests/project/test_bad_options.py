@@ -16,6 +16,7 @@ from project.command_line import parse_options
 from project.utils import run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
+from tests.ranks import under_torchrun
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.options import Options
@@ -67,6 +68,7 @@ dp --world_size 4 --dataset builtin --n_train 3 => needs 4 or more; more text, o
 train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => a run of 8 ranks needs 8 or more
 train single --num_workers 2 => single is one process; ddp takes several
 train 3d --dp 4 --batch_size 3 => 4 data-parallel ranks needs an example; --batch_size 4 or more
+dp --cores_per_rank 99999 => can be used here; --cores_per_rank
 # stages and layers
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
 pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one; --num_devices 1
@@ -125,6 +127,25 @@ dp --workdir taken => another run is writing there; --workdir taken_2 works
 pp --workdir a.txt => it is no folder to write into (File exists); name one of your own
 pp --workdir a.txt/here => it is no folder to write into (Not a directory);
 """
+
+
+def test_a_machine_on_which_no_run_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few files, or two tasks of srun in one folder, whose lock on several hosts none may see."""
+    with monkeypatch.context() as patch:
+        patch.setattr("resource.getrlimit", lambda _: (20, 1024))
+        with pytest.raises(UserError, match=r"may open 20 files here; .*; ulimit -n 1024 works"):
+            parse(DP)
+        patch.setattr("resource.getrlimit", lambda _: (-1, -1))  # unlimited
+        parse(DP)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(
+        UserError, match=r"^--workdir work: srun has started 2 of .*SLURM_PROCID, works$"
+    ):
+        parse(DP + "--workdir work")
+    parse(DP + "--workdir work_1")
+    with under_torchrun():
+        parse(DP + "--workdir work")
 
 
 def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:

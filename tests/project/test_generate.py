@@ -117,7 +117,9 @@ def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
     assert (done.returncode, done.stderr[: len(begin)]) == (2, begin)
 
 
-def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workdir_checkpoint_and_export_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(f"run_pipeline {FLOW} {TINY} --num_batches 2")
     export(*load_trained("work"), Path("exported"))
     (checkpoint,) = Path("work/checkpoints").iterdir()
@@ -129,7 +131,17 @@ def test_workdir_checkpoint_and_export_give_the_same(monkeypatch: pytest.MonkeyP
     assert said == said[:1] * 3
     models: list[Any] = [load_trained(folder)[0].state_dict() for folder in ("work", "exported")]
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
-    # Where a file was altered, the checkpoint before would do; there is none.
+    # Where a file was altered, the checkpoint before does, and is named.
+    newer = Path("work/checkpoints/000009-epoch9")
+    shutil.copytree(checkpoint, newer)
+    (newer / "state.json").write_text("{")
+    capsys.readouterr()
+    load_trained("work")
+    said_of_it = capsys.readouterr().err
+    assert said_of_it.startswith(f"{newer}: state.json is damaged (")
+    assert said_of_it.endswith(f"; {checkpoint.name}, which is older, is taken\n")
+    shutil.rmtree(newer)
+    # There is none.
     with (checkpoint / "state.json").open("a") as file:
         file.write("]")
     refused(r"^every checkpoint is damaged \(work/.*state", load_trained, "work")
@@ -168,8 +180,10 @@ def test_what_cannot_generate(
     not_utf8 = r"^standard input: 'utf-8' codec can't [^;]*in line 1; text in UTF-8 works$"
     refused(not_utf8, generate.read_lines, generate.parse_generate(["work"]))
     for wrong, why in (
-        (["-x"], "unrecognized arguments: -x"),
-        (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
+        (["-x"], "-x: there is no such option"),
+        (["--batch-sizes=3"], "--batch-sizes=3: there is no such option; is it --batch_size?"),
+        (["--temperature=-1"], "--temperature -1: it must be 0, or 1e-6 or more"),
+        (["--temperature=1e-320"], "it must be 0, or 1e-6 or more"),
         (["Ei", "--export", "new"], "TEXT and --export: one works at a time"),
     ):
         assert why in refusal(generate.parse_generate, ["work", *wrong])

@@ -56,6 +56,7 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         for value in values:
             said = refused(f"{DP}--{name} {value}", refusal)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
+    Path("self.txt").write_text("@self.txt")
     for line, said in (
         (DP + "--dataset ./nowhere", "--dataset ./nowhere: there is no such file or folder"),
         (DP + "twice", "twice: there is no such option"),
@@ -63,6 +64,11 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         ("train --workdir ddp", UNNAMED),
         ("train -w 2 DDP", "DDP: there is no such strategy; is it ddp?"),
         ("train fspd", "fspd: there is no such strategy; is it fsdp?"),
+        (
+            "train zero3",
+            "zero3: there is no such strategy; there are "
+            "none, single, ddp, fsdp, pipeline, model, tensor, context and 3d",
+        ),
         (DP + "--workdir", "--workdir expected one argument"),
         (DP + "--workdir= -b 8", "--workdir is empty; leave it out, or give it a value"),
         (PP + "--n_chunk 0", f"--num_microbatches 0: it must be {COUNT}"),
@@ -70,8 +76,15 @@ def test_a_value_that_an_option_cannot_have(refusal: Refusal) -> None:
         (TRAIN + "--wandb=yes", "--wandb ignored explicit argument 'yes'"),
         (PP + "--n_chunks=2", "--n_chunks=2: there is no such option; is it --n_chunk?"),
         # Of another program, or strategy, by its other names too.
-        (PP + "-w 2", "-w: there is no such option"),
-        (DP + "--zero 3", "--zero: there is no such option"),
+        (PP + "-w 2", "-w: there is no such option; train.py ddp has it"),
+        (DP + "--zero=3", "--zero=3: there is no such option; train.py fsdp has it"),
+        (
+            TRAIN + "--num-devices 2",
+            "--num-devices: there is no such option; run_pipeline.py has it",
+        ),
+        (PP + "--mode x", "--mode: there is no such option; is it --model_parallel_mode?"),
+        (DP + "--epochs 3", "--epochs: there is no such option; is it --n_epochs?"),
+        (DP + "@self.txt", "@FILE: it includes itself; options alone work"),
         (TRAIN + "--chunks=2", "--chunks: pipeline and 3d alone can have it; leave it out"),
         (TRAIN + "--tp 2", "--tp: 3d alone can have it; leave it out"),
         ("train fsdp --compile", "--compile: none, single and ddp alone can have it; leave it out"),
@@ -266,7 +279,9 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
     (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
      "3d --world_size 3: dp x cp x pp x tp is 2; start 2 ranks: --world_size 2 works"),
-    (0, (4, 4), TRAIN + "--world_size 2", 4),  # torchrun decides
+    (0, (2, 2), DP + "-w 2", 2),
+    (0, (2, 2), DP + "-w 4", "--world_size 4: torchrun started 2; leave it out"),
+    (0, (2, 2), TRAIN + "-w 4", "--world_size 4: torchrun started 2; leave it out"),
     (0, (4, 4), PP, "--model_parallel_mode none: torchrun started 4 ranks, and run_pipeline.py is "
      "one process; start it without torchrun, or take project/train.py pipeline, whose stages are "
      "ranks"),

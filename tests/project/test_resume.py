@@ -3,15 +3,18 @@ and with the same losses, up to the order of sums, with another one and in anoth
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from project import train
 from tests.project.conftest import Learn, WorldOf
 from tests.project.programs import (
     FLOW,
@@ -152,6 +155,41 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     assert len(summary()["loss"]) == 8
 
 
+class Killed(BaseException):
+    pass
+
+
+def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended while it read its data."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
+        run(f"train single {TINY} --num_batches 2 --seed 7")
+    printed, error = run("train single --resume")
+    assert error is None
+    assert "has no checkpoint; starting afresh, with the options in options.json." in printed
+    assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
+    before = Path("work/options.json").read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
+        run("train single --model gpt2")  # whose folder is still the earlier run's
+    assert Path("work/options.json").read_bytes() == before
+    shutil.rmtree("work/checkpoints")
+    for typed in ("--seed 8", "--model gpt2", "--n_train 19"):
+        with pytest.raises(UserError, match=f"^{typed} with --resume: options.json was saved with"):
+            find_resume(parse(f"train ddp --resume --workdir work {typed}"))
+    for name in ("train.ids", "tokenizer.json"):  # deleted by hand
+        (file,) = Path("work/tokens").glob(f"*/{name}")
+        file.unlink()
+        with pytest.raises(UserError, match=f"/{name} was deleted; delete all of .*/tokens/"):
+            run("train single --resume")
+    for damage in ("{", "[1]"):
+        Path("work/options.json").write_text(damage)
+        with pytest.raises(UserError, match=r"options\.json: .*without --resume a new"):
+            parse("train ddp --resume --workdir work")
+
+
 def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
     """As a host with a folder of its own."""
     if rank == 1:
@@ -229,7 +267,7 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
-    """It is named, and removed, as is half of one, from a killed run."""
+    """It is named, and set aside; half of one, from a killed run, is removed."""
     line = f"run_pipeline {TINY} --n_epochs 1 --save_every 1 "
     run(line, stop_at=3)
     folder = Path("work/checkpoints").resolve()
@@ -239,10 +277,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     printed, error = run(line + "--resume --keep 1", stop_at=3)
     assert error is None
     said = [row for row in printed.splitlines() if "checkpoint" in row]
-    assert said[0].startswith(f"Skipped a damaged checkpoint: {folder / third}: ")
+    assert said[0].startswith(f"Set aside a damaged checkpoint, as damaged-...: {folder / third}: ")
     assert said[1] == f"Resumed from {folder / second}: 2 steps done."
     # The damaged one does not count as the one that is kept.
-    assert names_in(folder) == [second, "000003-epoch0-step3"]
+    assert names_in(folder) == [second, "000003-epoch0-step3", f"damaged-{third}_1"]
+    assert (folder / f"damaged-{third}_1" / "state.json").read_text() == "{"
 
 
 def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:

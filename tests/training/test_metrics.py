@@ -41,6 +41,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     begin, end = Mock(return_value=of_wandb), Mock()
     monkeypatch.setattr("wandb.init", create_autospec(wandb.init, side_effect=begin))
     monkeypatch.setattr("wandb.finish", end)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # else a login is asked for
     norms: list[float] = []
 
     def note_norms(_: int, patches: pytest.MonkeyPatch) -> None:

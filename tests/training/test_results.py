@@ -22,10 +22,10 @@ from project.figures.epochs import read_epochs
 from project.utils import run_program
 from tests.project.programs import names_in, read_json
 from training.files import show, write_json
-from training.launch.errors import RunError
+from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, peak_bytes, set_aside, spread
+from training.results import Results, Totals, _wandb, check_trackers, peak_bytes, set_aside, spread
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -182,6 +182,25 @@ def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
         assert [(tmp_path / f"earlier_{n}" / file).read_text() for file in left] == [str(n)] * 5
         (tmp_path / "checkpoints").mkdir()
     assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2"])
+
+
+def test_wandb_asks_for_a_login_before_the_run_and_says_what_it_lacks_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    args = Options(workdir=tmp_path, wandb=True)
+    with pytest.raises(UserError, match=r"^--wandb: nobody is logged in; `wandb login`, or WANDB_"):
+        check_trackers(args)
+    (tmp_path / ".netrc").touch()
+    check_trackers(args)
+    monkeypatch.setattr("wandb.init", Mock(side_effect=wandb.errors.UsageError("No API key")))
+    with pytest.raises(RunError, match=r"^--wandb: No API key; `wandb login`, or WANDB_MODE=off"):
+        _wandb(args)
 
 
 def test_output_that_nobody_reads_any_more(

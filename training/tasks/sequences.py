@@ -53,7 +53,7 @@ from .task import (
     steps_of_epoch,
     to_device,
 )
-from .texts import Texts, made_once, place
+from .texts import Texts, made_once, place, still_there
 from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -140,14 +140,16 @@ class SequenceTask(TrainingTask, ABC):
             (new / ABOUT).write_text(json_text(about, None), "utf-8")
 
         world.on_hosts(lambda: made_once(folder, make))
-        self.about = json.loads((folder / ABOUT).read_text("utf-8"))
+        with still_there(folder):
+            self.about = json.loads((folder / ABOUT).read_text("utf-8"))
+            length = args.model_max_length
+            read = {split: self.tokens_class(folder / split, dtype, length) for split in self.about}
         for split, about in self.about.items():
             if about["skipped"]:
                 sides = " on both sides" if texts.keys else ""
                 rows = counted(about["skipped"], "row")
                 self.notes.append(f"{split}: skipped {rows} without text{sides}.")
-        length = args.model_max_length
-        return {split: self.tokens_class(folder / split, dtype, length) for split in texts.splits}
+        return read
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -334,7 +336,8 @@ class SequenceTask(TrainingTask, ABC):
                 return tokenizer_files(Path(name))
         folder = place(args.workdir / TOKENS, "tokenizer", args.vocab_size, self.texts.identity)
         made_once(folder, self.train_tokenizer)
-        return tokenizer_files(folder)
+        with still_there(folder):
+            return tokenizer_files(folder)
 
     def config_and_weights(
         self, num_tokens: int

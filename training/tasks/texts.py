@@ -20,7 +20,7 @@ import shlex
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -207,6 +207,15 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> None:
             make(new)
             with suppress(OSError):  # another has given the name
                 new.rename(folder)
+
+
+@contextmanager
+def still_there(folder: Path) -> Iterator[None]:
+    """Within it what was made once is read. Raises UserError if some of it was deleted since."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename} was deleted; delete all of {folder}, too") from error
 
 
 def place(folder: Path, *made_of: Any) -> Path:
