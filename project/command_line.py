@@ -21,10 +21,20 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 from docstring_parser import parse_from_object
 
-from project.strategies import STRATEGIES, owners, page_of
+from project.strategies import ONLY, STRATEGIES, owners, page_of
 from training.launch.errors import listed, open_streams, refuse
 from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
-from training.options import Axes, O, Options, option_names
+from training.options import (
+    Axes,
+    DataParallel,
+    O,
+    Options,
+    Processes,
+    Stages,
+    Threads,
+    Tools,
+    option_names,
+)
 
 # What options are called by the courses, and by many.
 ALIASES = {
@@ -35,15 +45,39 @@ ALIASES = {
     "batch_size": ["-b"],
     "learning_rate": ["--lr", "-l"],
 }
+# Which program has the options that not all have.
+PROGRAMS: dict[type, str] = {
+    DataParallel: "run_data_parallel.py", Threads: "run_pipeline.py",
+    **dict.fromkeys((Processes, Axes, Stages, Tools), "train.py"),
+}  # fmt: skip
 Words = Sequence[str] | None  # a command line; None: that of this process
 
 documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
 
 
 def is_it(word: str, known: Iterable[str]) -> str:
-    """The end of a message on a misspelt word: the known one that is most like it, if any is."""
-    near = get_close_matches(word.lower(), known, 1, cutoff=0.75)
+    """The end of a message on a misspelt word: the known one that has all its parts, as
+    --n_epochs has those of --epochs, or is most like it, if any is."""
+    word, known = underscored(word).lower(), [*known]
+    parts = {*word.strip("-").split("_")}
+    whole = [name for name in known if parts <= {*name.strip("-").split("_")}]
+    near = whole or get_close_matches(word, known, 1, cutoff=0.75)
     return f"; is it {near[0]}?" if near else ""
+
+
+def underscored(word: str) -> str:
+    """An option as it is declared: without a value, hyphens in its name as underscores."""
+    return re.sub(r"(?<=\w)-", "_", word.partition("=")[0])
+
+
+def whose(word: str) -> str:
+    """The end of a message on an option of another program, if it is one."""
+    for group, program in PROGRAMS.items():
+        for name in option_names(group):
+            if underscored(word) in spellings(name):
+                strategy = f" {ONLY.get(name, 'ddp').split()[0]}" if program == "train.py" else ""
+                return f"; {program}{strategy} has it"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,6 +106,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option has its first name, and stands before what is said of it."""
         message = re.sub(r"^argument ([^/:]*)[^:]*: ", r"\1 ", message)
+        if message.startswith("unrecognized arguments: "):
+            word = message.split()[2]
+            message = f"{word}: there is no such option{is_it(word, self._option_string_actions)}"
         refuse(f"{self.prog.partition(' ')[0]}: error: {message}; --help explains all\n")
 
 
@@ -96,6 +133,8 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     parser = make_parser(kind, description, next(filter(strategies.count, words), None))
     try:
         values, left = parser.parse_known_args(words)
+    except RecursionError:
+        parser.error("@FILE: it includes itself; options alone work")
     except ValueError as error:  # quotes that do not end; not UTF-8
         files = " ".join(word for word in words if word.startswith("@"))
         parser.error(f"{files}: it holds no options as they are typed ({error})")
@@ -104,8 +143,9 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
     for word in left:
         if word not in strategies:
             what = "strategy" if strategies and word[:1] != "-" else "option"
-            near = is_it(word.partition("=")[0], known)
-            parser.error(f"{word}: there is no such {what}{near}")
+            near = whose(word) or is_it(word, strategies if what == "strategy" else known)
+            all_of_them = f"; there are {listed(strategies, 'and')}" if what == "strategy" else ""
+            parser.error(f"{word}: there is no such {what}{near or all_of_them}")
     typed = vars(values)
     if strategies:
         if len(left) != 1:

@@ -12,12 +12,14 @@ together in its `settled_*`, which changes nothing in place:
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from training.launch.errors import UserError, torchrun
+from runtime.cores import core_slice
+from training.launch.errors import UserError, counted, torchrun, torchrun_world_size
 from training.launch.world import choose_device
 from training.options import VGG, O, Options, spelt
 from training.tasks.gpt2 import PRESETS, gpt2_size
@@ -76,13 +78,33 @@ def settled(args: O) -> O:
     )  # fmt: skip
 
 
+def ranks_of_run(args: Options) -> int | None:
+    """As many as torchrun has started, or as were asked for. Raises UserError if these differ."""
+    started = torchrun_world_size()
+    if started and "world_size" in args.typed and args.world_size != started:
+        raise UserError(f"--world_size {args.world_size}: torchrun started {started}; {LEAVE}")
+    return started or args.world_size
+
+
 def rules(args: Options) -> Iterator[Rule]:
     """The rules of every program."""
+    cores = len(core_slice(0, 1)) or os.cpu_count() or 1
+    files, unlimited = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.RLIM_INFINITY
+    tasks, task = os.environ.get("SLURM_STEP_NUM_TASKS", "1"), os.environ.get("SLURM_PROCID", "")
     compilers = (os.environ.get("CXX", "g++"), os.environ.get("CC", "gcc"))
     yield from [
         ("batch_size", args.batch_size >= args.dp,
          f"each of {args.dp} data-parallel ranks needs an example",
          f"--batch_size {args.dp} or more works"),
+        ("cores_per_rank", (args.cores_per_rank or 1) <= cores,
+         f"{counted(cores, 'core')} can be used here", f"--cores_per_rank {cores} works"),
+        # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
+        ("workdir", files >= 128 or files == unlimited,
+         f"a process may open {files} files here; a rank may need 128", "ulimit -n 1024 works"),
+        # On several hosts the lock of a folder may not be seen.
+        ("workdir", bool(torchrun_world_size()) or tasks == "1" or task in args.workdir.name,
+         f"srun has started {tasks} of this program, and each is a whole run", "srun --ntasks 1, "
+         "torchrun as in examples/slurm, or a --workdir for each with $SLURM_PROCID, works"),
         # In an image for running programs there may be none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),

@@ -49,7 +49,6 @@ from data_parallel.gradients import average_gradients
 from project import rules
 from project.utils import run_program, save_grad_weights, train_and_finish, translation
 from training.files import OPTIONS, show, write_json
-from training.launch.errors import torchrun_world_size
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
@@ -72,7 +71,7 @@ def parse_data_parallel(argv: Sequence[str]) -> DataParallelOptions:
 def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     args = as_it_was(given, "ddp")
-    ranks = torchrun_world_size() or args.world_size or 2
+    ranks = rules.ranks_of_run(args) or 2
     args = rules.settled(replace(args, world_size=ranks, **sizes(dp=ranks)))
     rules.require(args, chain(rules.rules(args), rules.of_model(args)))
     return args

@@ -73,7 +73,7 @@ from project.utils import finish, run_program
 from runtime.mesh import make_mesh
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError, torchrun_world_size
+from training.launch.errors import RunError
 from training.launch.launch import launch
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
@@ -116,7 +116,7 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     own = STRATEGIES[args.strategy].axis
     product = math.prod(lengths[axis] for axis in FACTORS)
-    ranks = torchrun_world_size() or args.world_size or (2 if own else product)
+    ranks = rules.ranks_of_run(args) or (2 if own else product)
     if own is not None:
         lengths[own] = ranks
     elif args.dp is None:
