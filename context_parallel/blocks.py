@@ -5,8 +5,14 @@
                 query, of which the block has some: its weights are exp(q k^T / sqrt(E) - log_sum)
 
 torch's fused kernels do both and keep no scores: one for CPUs, and FlashAttention for 16-bit
-numbers on GPUs. Plain products, which hold a block's scores while they compute, are for dropout and
-for what no kernel takes.
+numbers on GPUs, which draws its own dropout and says from which state of the generator. Plain
+products, which hold a block's scores while they compute, are for masks that are hashed and for what
+no kernel takes.
+
+The kernels read memory by address, and what they take for granted they do not check:
+
+    q, k, v, d_out, out    the channels of a head lie side by side; other strides are free
+    log_sum, on a GPU      float32, and dense: [B, H, T] with nothing in between
 
 Shapes: B examples, H heads, T queries, S keys, E channels of a head. q and out are [B, H, T, E], k
 and v [B, H, S, E], log_sum is [B, H, T].
@@ -18,7 +24,7 @@ Papers: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,35 +35,48 @@ aten = torch.ops.aten
 Dropped = Callable[[Tensor], Tensor] | None
 """Dropout of weights [B, H, T, S], with the same mask whenever it is called."""
 
+Drawn = Sequence[Tensor]
+"""The seed and offset of the generator from which a kernel on a GPU has drawn; else nothing."""
+
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropped: Dropped = None
-) -> tuple[Tensor, Tensor]:
-    """The output and log_sum. `causal`: query t sees keys 0 to t."""
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropped: Dropped = None, p: float = 0.0
+) -> tuple[Tensor, Tensor, Drawn]:
+    """The output and log_sum, and what `backward` needs to drop the same.
+
+    Args:
+        causal: query t sees keys 0 to t.
+        dropped: drops weights; None: nothing is dropped.
+        p: with this probability a kernel may drop weights by itself, instead of `dropped`. 0: not.
+    """
+    q, k, v = map(_with_dense_heads, (q, k, v))
     if _on_cpu(q, dropped):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if _on_gpu(q, dropped):
-        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return out, log_sum
+        return *aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal), ()
+    if _on_gpu(q, dropped, p):
+        out, log_sum, _, _, _, _, *drawn, _ = aten._scaled_dot_product_flash_attention(
+            q, k, v, p, causal
+        )
+        return out, log_sum, drawn
     scores = _scores(q, k, causal)
     log_sum = scores.logsumexp(-1)
     weights = (scores - log_sum[..., None]).exp().to(v.dtype)
-    return (dropped(weights) if dropped else weights) @ v, log_sum
+    return (dropped(weights) if dropped else weights) @ v, log_sum, ()
 
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal: bool,
-    dropped: Dropped = None,
+    dropped: Dropped = None, p: float = 0.0, drawn: Drawn = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v. `out` and `log_sum` are those of all keys."""
-    saved = d_out, q, k, v, out, log_sum
+    """The gradients of q, k and v. `out` and `log_sum` are those of all keys, `drawn` is what
+    `forward` returned."""
+    d_out, q, k, v, out = map(_with_dense_heads, (d_out, q, k, v, out))
+    saved = d_out, q, k, v, out, log_sum.contiguous()  # of some queries it is a view
     if _on_cpu(q, dropped):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, causal)
-    if _on_gpu(q, dropped):
+    if _on_gpu(q, dropped, p):
         lengths = None, None, q.size(2), k.size(2)  # alike in the whole batch
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is off
         return aten._scaled_dot_product_flash_attention_backward(
-            *saved, *lengths, 0.0, causal, seed, seed
+            *saved, *lengths, p, causal, *drawn
         )
     weights = (_scores(q, k, causal) - log_sum[..., None]).exp()
     kept = dropped(weights) if dropped else weights
@@ -74,9 +93,21 @@ def _on_cpu(q: Tensor, dropped: Dropped) -> bool:
     return dropped is None and q.device.type == "cpu"
 
 
-def _on_gpu(q: Tensor, dropped: Dropped) -> bool:
-    sixteen = q.dtype in (torch.bfloat16, torch.float16)
-    return dropped is None and q.device.type == "cuda" and sixteen and q.size(-1) % 8 == 0
+def _on_gpu(q: Tensor, dropped: Dropped, p: float) -> bool:
+    """FlashAttention takes 16-bit numbers, at least one example, heads of 8, 16, ... channels (up
+    to 192 on every GPU), from compute capability 8.0 on."""
+    return (
+        (dropped is None or p > 0)
+        and q.device.type == "cuda"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.numel() > 0
+        and q.size(-1) in range(8, 193, 8)
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

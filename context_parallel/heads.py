@@ -20,14 +20,15 @@ Paper: Jacobs et al., "DeepSpeed Ulysses", 2023.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from context_parallel.positions import zigzag
+from context_parallel.positions import refuse_attention, zigzag
 from runtime.communicator import Communicator
 from runtime.dropout import Keys, attention
+from runtime.paired import paired
 
 HEADS, POSITIONS = -3, -2  # dimensions
 
@@ -43,33 +44,17 @@ class Heads:
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,
         first: int = 0,
     ) -> Tensor:  # fmt: skip
-        """[B, H, T, E]: T are this rank's positions, also of q, k and v. H is a multiple of the
-        number of ranks."""
-        q, k, v = _ToHeads.apply(torch.stack([q, k, v]), self.ranks)  # each [B, H/c, c T, E]
+        """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v. H is a
+        multiple of the number of ranks."""
+        refuse_attention(q, k, v, mask)
+        heads, size = q.size(HEADS), self.ranks.size
+        if rest := heads % size:
+            fits = heads - rest + size
+            raise ValueError(f"{heads} heads cannot be cut over {size} ranks; {fits} can")
+        there, back = partial(to_heads, ranks=self.ranks), partial(to_positions, ranks=self.ranks)
+        q, k, v = paired(torch.stack([q, k, v]), there, back)  # each [B, H/c, c T, E]
         first += self.ranks.rank * q.size(HEADS)
-        return _ToPositions.apply(attention(q, k, v, mask, p, keys, where, first), self.ranks)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return to_heads(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return to_positions(dy, ctx.ranks), None
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return to_positions(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return to_heads(dy, ctx.ranks), None
+        return paired(attention(q, k, v, mask, p, keys, where, first), back, there)
 
 
 def to_heads(x: Tensor, ranks: Communicator) -> Tensor:

@@ -25,7 +25,29 @@ def multiple(size: int, tensor_ranks: int = 1) -> int:
 
 def zigzag(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
     """The positions that a rank has of a sequence of `length`, a multiple of 2 `size`, ascending:
-    [length / size]."""
+    [length / size]. Raises ValueError if the length is none."""
+    if rest := length % (2 * size):
+        raise ValueError(
+            f"{length} positions cannot be cut over {size} ranks, two equal stretches each; "
+            f"{length - rest + 2 * size} can, with padding"
+        )
     half = length // (2 * size)
     first = torch.arange(rank * half, (rank + 1) * half, device=device)
     return torch.cat([first, first + (2 * size - 1 - 2 * rank) * half])
+
+
+def refuse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """ValueError for what attention over several ranks does not compute."""
+    if mask is not None:
+        raise ValueError("attention over several ranks is causal, and takes no mask: give None")
+    if q.size(-2) % 2:
+        raise ValueError(
+            f"{q.size(-2)} positions on a rank: it needs an even number, half of them from each "
+            f"end of the sequence; {q.size(-2) + 1} work"
+        )
+    if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
+        kinds = (f"{list(t.shape)} of {t.dtype}".replace("torch.", "") for t in (q, k, v))
+        raise ValueError(
+            f"q, k and v are {', '.join(kinds)}: over several ranks they must have one shape and "
+            "type, since each rank has the same positions and heads of all three"
+        )

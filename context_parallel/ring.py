@@ -3,25 +3,26 @@
 Problem. The queries of a rank need the keys and values of all earlier positions, which other ranks
 have. Gathered, those would be whole on every rank.
 
-Idea. In c steps every rank's keys and values pass every rank. A step computes attention over those
+Idea. In c turns every rank's keys and values pass every rank. A turn computes attention over those
 that are there, a block, while the next ones travel. A block knows the sum of its exponentials, so
 blocks are joined exactly: with s the logarithm of that sum,
 
     s = logaddexp(s1, s2)        out = out1 exp(s1 - s) + out2 exp(s2 - s)
 
-    step        the keys that are there     computed (a rank has two stretches: positions.py)
+    turn        the keys that are there     computed (a rank has two stretches: positions.py)
     0           the rank's own              its own block, with the causal mask
     1 to c-1    an earlier rank's           all queries, the first half of the keys
                 a later rank's              the last half of the queries, all keys
 
-Only the first block needs a mask, nothing is computed that a mask would hide, and in every step all
+Only the first block needs a mask, nothing is computed that a mask would hide, and in every turn all
 ranks have equal work. Backward computes the blocks again, from the joined sums. Keys and values go
 round once more; behind them go their gradients, to which every rank adds, and which end at home.
 
 Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) forward and 2 G (c-1)
 backward. Beside its own it holds 2 G forward; backward, what leaves and arrives with gradients is
-twice as much, and two sums stay. Where dropout is on, blocks are plain products: masks are hashed
-from the positions of query and key (on a GPU, too), which no fused kernel does.
+twice as much, and two sums stay. Where dropout is on, masks are hashed from the positions of query
+and key, which no fused kernel does: blocks are plain products. On a GPU, where examples have no
+keys to hash, a fused kernel draws the mask of each block, and backward draws it again (blocks.py).
 
 Papers: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023;
 Brandon et al., "Striped Attention", 2023 (equal work).
@@ -36,11 +37,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from context_parallel import blocks
-from context_parallel.positions import zigzag
+from context_parallel.positions import refuse_attention, zigzag
 from runtime.communicator import Communicator, Finish
-from runtime.dropout import Keys, dropout
+from runtime.dropout import Keys, drawn, dropout
 from runtime.sums import wide
 
 ALL = slice(None)
@@ -50,80 +52,95 @@ columns."""
 
 
 class Ring:
-    """Attention of this rank's positions over those of all `ranks`, two or more. It takes the place
-    of `runtime.dropout.attention`, and has its arguments."""
+    """Attention of this rank's positions over those of all `ranks`. It takes the place of
+    `runtime.dropout.attention`, and has its arguments."""
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,  # noqa: ARG002
+        self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, mask_keys: Keys, where: int,
         first: int = 0,
     ) -> Tensor:  # fmt: skip
-        """[B, H, T, E]: T are this rank's positions, also of q, k and v."""
-        rank, size = self.ranks.rank, self.ranks.size
-        positions = [zigzag(r, size, size * q.size(2), q.device) for r in range(size)]
-        of_examples = _hashable(keys, q) if p else None
+        """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v.
+        `mask_keys`: the `keys` of dropout."""
+        ranks = self.ranks
+        refuse_attention(q, k, v, mask)
+        if p == 0:
+            return _RingAttention.apply(q, k, v, ranks, None, 0.0)
+        length = ranks.size * q.size(2)
+        positions = [zigzag(r, ranks.size, length, q.device) for r in range(ranks.size)]
+        hashed = isinstance(mask_keys, Tensor)
+        of_examples = _hashable(mask_keys, q)
 
         def dropped(weights: Tensor, owner: int, rows: slice, columns: slice) -> Tensor:
-            of_queries, of_keys = positions[rank][rows], positions[owner][columns]
+            of_queries, of_keys = positions[ranks.rank][rows], positions[owner][columns]
             return dropout(weights, p, of_examples, where, first, of_queries, of_keys)
 
-        return _RingAttention.apply(q, k, v, self.ranks, dropped if p else None)
+        def attend() -> Tensor:
+            return _RingAttention.apply(q, k, v, ranks, dropped, 0.0 if hashed else p)
+
+        return drawn(attend, q.device, mask_keys, where, first)
 
 
-def _hashable(keys: Keys, q: Tensor) -> Tensor:
+def _hashable(mask_keys: Keys, q: Tensor) -> Tensor:
     """A key for each example, also where there is one number for all of them, or none."""
-    if isinstance(keys, Tensor):
-        return keys
-    if keys is None:
+    if isinstance(mask_keys, Tensor):
+        return mask_keys
+    if mask_keys is None:
         return torch.randint(2**62, (len(q),), device=q.device)
-    return keys + torch.arange(len(q), device=q.device) * 0x9E3779B1
+    return mask_keys + torch.arange(len(q), device=q.device) * 0x9E3779B1
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: Communicator, dropped: DroppedBlock
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: Communicator, dropped: DroppedBlock,
+        p: float,
+    ) -> Tensor:  # fmt: skip
         kv = torch.stack([k, v])  # [2, B, H, T, E]: those that are here
         out = log_sum = q  # until the first block
-        for step in range(ranks.size):
-            is_last = step == ranks.size - 1
+        states = list[blocks.Drawn]()  # of the generator, by turn
+        for turn in range(ranks.size):
+            is_last = turn == ranks.size - 1
             finish = _to_next(kv[:0] if is_last else kv, ranks)
-            rows, columns, drop = _block(step, ranks, q.size(2), dropped)
+            rows, columns, drop = _block(turn, ranks, q.size(2), dropped)
             k_here, v_here = kv[..., columns, :]
-            block = blocks.forward(q[:, :, rows], k_here, v_here, step == 0, drop)
-            if step == 0:
+            *block, state = blocks.forward(q[:, :, rows], k_here, v_here, turn == 0, drop, p)
+            states.append(state)
+            if turn == 0:
                 out, log_sum = (t.to(wide(t)) for t in block)
             else:
                 _join(out[:, :, rows], log_sum[:, :, rows], *block)
             kv = finish()
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.ranks, ctx.dropped = ranks, dropped
+        seeds, offsets = zip(*states, strict=True) if any(states) else ((), ())
+        ctx.save_for_backward(q, k, v, out, log_sum, *seeds, *offsets)
+        ctx.ranks, ctx.dropped, ctx.p = ranks, dropped, p
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         """Sums of 16-bit numbers that stay here are 32-bit; those that travel are rounded."""
-        q, k, v, out, log_sum = ctx.saved_tensors
+        q, k, v, out, log_sum, *states = ctx.saved_tensors
         ranks, kv = ctx.ranks, torch.stack([k, v])
+        of_turn = [states[s :: ranks.size] for s in range(ranks.size)]
         d_q = d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
-        for step in range(ranks.size):
-            leaving = kv[:0] if step == ranks.size - 1 else kv
-            finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the step before
-            rows, columns, drop = _block(step, ranks, q.size(2), ctx.dropped)
+        for turn in range(ranks.size):
+            leaving = kv[:0] if turn == ranks.size - 1 else kv
+            finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the turn before
+            rows, columns, drop = _block(turn, ranks, q.size(2), ctx.dropped)
             k_here, v_here = kv[..., columns, :]
             d_queries, *d_here = blocks.backward(
                 d_out[:, :, rows], q[:, :, rows], k_here, v_here, out[:, :, rows],
-                log_sum[:, :, rows], step == 0, drop,
+                log_sum[:, :, rows], turn == 0, drop, ctx.p, of_turn[turn],
             )  # fmt: skip
             d_block = torch.stack(d_here)
             # What has arrived: the next keys and values, and the gradients of those that are here
             # from the ranks before this one, which add to them.
             kv, d_arrived = finish().tensor_split([len(leaving)])
-            if step == 0:
+            if turn == 0:
                 d_q, d_own = (t.to(wide(t)) for t in (d_queries, d_block))
                 continue
             d_q[:, :, rows] += d_queries
@@ -132,8 +149,9 @@ class _RingAttention(torch.autograd.Function):
                 d_kv = d_arrived
             else:
                 d_kv = F.pad(d_block, (0, 0, 0, q.size(2) - d_block.size(3)))
-        d_own += _to_next(d_kv, ranks)()  # home
-        return d_q.to(q.dtype), *d_own.to(q.dtype), None, None
+        if ranks.size > 1:
+            d_own += _to_next(d_kv, ranks)()  # home
+        return d_q.to(q.dtype), *d_own.to(q.dtype), None, None, None
 
 
 def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:
@@ -149,10 +167,10 @@ def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:
 
 
 def _block(
-    step: int, ranks: Communicator, T: int, dropped: DroppedBlock
+    turn: int, ranks: Communicator, T: int, dropped: DroppedBlock
 ) -> tuple[slice, slice, blocks.Dropped]:
-    """What a rank computes in a step: rows are queries, columns keys."""
-    owner = (ranks.rank - step) % ranks.size  # of the keys that are here
+    """What a rank computes in a turn: rows are queries, columns keys."""
+    owner = (ranks.rank - turn) % ranks.size  # of the keys that are here
     rows = slice(T // 2, None) if owner > ranks.rank else ALL
     columns = slice(T // 2) if owner < ranks.rank else ALL
     drop = partial(dropped, owner=owner, rows=rows, columns=columns) if dropped else None

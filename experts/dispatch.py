@@ -5,8 +5,9 @@ positions may choose experts anywhere, each of them as often as chance has it.
 
 Idea. Rows are sorted by expert, and so by rank. The ranks tell each other how many rows there are
 for each expert, E numbers per rank; then an all-to-all moves the rows. They arrive by sender, those
-of one sender by expert, and are computed as they lie. A second all-to-all, the first one's mirror
-image, brings the results to the places where the rows were:
+of one sender by expert, and are computed as they lie (on a GPU in another order: grouped.py). A
+second all-to-all, the first one's mirror image, brings the results to the places where the rows
+were:
 
     rank 0   rows of experts 0 1 | 2 3 ──┐        ┌── of 0 1 from rank 0 | of 0 1 from rank 1
                                          ├ all-to-all
@@ -25,12 +26,12 @@ All ranks must take part; one without positions sends nothing, and may get rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from runtime.communicator import Communicator, Lengths
+from runtime.paired import paired
 
 Segments = Sequence[tuple[int, int]]
 """How rows lie: (number of the expert among this rank's, number of rows), one after the other."""
@@ -53,20 +54,11 @@ def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Se
 def exchange(rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
     """This rank's rows to their ranks, those for rank 0 first; returns what came from all, that of
     rank 0 first. `lengths`: by sender and receiver."""
-    return rows if ranks.size == 1 else _AllToAll.apply(rows, ranks, lengths)
+    there = partial(ranks.all_to_all, lengths=lengths)
+    back = partial(ranks.all_to_all, lengths=swapped(lengths))
+    return rows if ranks.size == 1 else paired(rows, there, back)
 
 
 def swapped(lengths: Lengths) -> Lengths:
     """By receiver and sender: the lengths of the way back."""
     return [list(column) for column in zip(*lengths, strict=True)]
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
-        ctx.ranks, ctx.lengths = ranks, lengths
-        return ranks.all_to_all(rows, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.ranks.all_to_all(gradient, swapped(ctx.lengths)), None, None

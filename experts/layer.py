@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from runtime.communicator import Communicator
 from runtime.linear import Product, WeightsLater, later_of
 from runtime.meta import names_of
+from runtime.sums import narrowed
 
 from .dispatch import Segments, exchange, segments_of, swapped
 from .routing import Choice, choose
@@ -47,7 +48,7 @@ class Experts(nn.Module):
 
     Args:
         mlp: with c_fc and c_proj, whose weights are [K, M], with `act` and `dropout`.
-        num_experts, top_k: E and k.
+        num_experts, top_k: E and k. Raises ValueError if k is not one of 1 to E.
 
     Attributes:
         ranks: those that share the experts.
@@ -55,6 +56,10 @@ class Experts(nn.Module):
 
     def __init__(self, mlp: Any, num_experts: int, top_k: int) -> None:
         super().__init__()
+        if top_k not in range(1, num_experts + 1):
+            raise ValueError(
+                f"{top_k} of {num_experts} experts for each position: 1 to {num_experts} can be"
+            )
         self.num_experts, self.top_k, self.ranks = num_experts, top_k, Communicator()
         like = mlp.c_fc.weight
         self.router = nn.Linear(
@@ -74,9 +79,8 @@ class Experts(nn.Module):
         choice = choose(positions, self.router.weight, self.top_k)
         chosen = choice.experts.flatten()  # R = N k
         order = chosen.argsort(stable=True)  # by expert
-        counts = chosen.bincount(minlength=self.num_experts).tolist()  # waits for a GPU
-        if torch.is_autocast_enabled(x.device.type):  # rows travel in the type of the products
-            positions = positions.to(torch.get_autocast_dtype(x.device.type))
+        counts = chosen.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
+        positions = narrowed(positions)  # rows travel in the type of the products
         # Copies, then a permutation: the gradients of k rows are added in one order, on a GPU, too.
         rows = positions[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
         results = self._computed(rows.index_select(0, order), counts)
@@ -85,9 +89,9 @@ class Experts(nn.Module):
         y = (by_choice * choice.weights[..., None]).sum(1)
         return y.to(x.dtype).view(x.shape), choice
 
-    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """What the experts make of rows that lie by expert, `counts` of each."""
-        of_ranks = self.ranks.gather_numbers(counts, rows.device)
+    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of rows that lie by expert, `counts` of each, [E]."""
+        of_ranks = self.ranks.all_gather(counts[None], 0).tolist()  # the one wait for a GPU
         lengths, segments = segments_of(of_ranks, self.ranks.rank)
         rows = exchange(rows, self.ranks, lengths)
         hidden = self.act(self.experts["c_fc"](rows, segments))
@@ -117,12 +121,20 @@ class StackedLinear(nn.Module):
 
 def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int, ...]]:
     """Leaves this rank its part of the experts of a model, which may be on the meta device. Returns
-    the names of the parameters of experts, and the shapes of the whole ones. Raises ValueError if
-    the number of ranks does not divide the experts."""
+    the names of the parameters of experts, and the shapes of the whole ones. Afterwards it cannot
+    be copied any more, but for its state_dict(). Raises ValueError if the number of ranks does not
+    divide the experts, or they are shared already."""
     names, shapes = names_of(model), dict[str, tuple[int, ...]]()
     for module in model.modules():
         if not isinstance(module, Experts):
             continue
+        if module.ranks.size > 1:
+            raise ValueError(f"these experts are shared already, by {module.ranks.size} ranks")
+        if rest := module.num_experts % ranks.size:
+            raise ValueError(
+                f"{module.num_experts} experts cannot be shared by {ranks.size} ranks; "
+                f"{module.num_experts - rest + ranks.size} can"
+            )
         module.ranks = ranks
         for layer in module.experts.values():
             for key, p in list(layer.named_parameters()):

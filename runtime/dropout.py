@@ -76,7 +76,7 @@ def dropout(x: Tensor, p: float, keys: Keys, where: int, *index: Index) -> Tenso
         return x
     if not isinstance(keys, Tensor):
         first = index[0] if index and isinstance(index[0], int) else 0
-        return _drawn(lambda: F.dropout(x, p), x.device, keys, where, first)
+        return drawn(lambda: F.dropout(x, p), x.device, keys, where, first)
     # Nothing is drawn here: a mode that looks for draws (randomness.py) would double the time.
     with torch._C.DisableTorchFunction():
         row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
@@ -116,17 +116,18 @@ def attention(
             F.scaled_dot_product_attention, q, k, v,
             attn_mask=mask, dropout_p=p, is_causal=mask is None,
         )  # fmt: skip
-        return _drawn(fused, q.device, keys if p else None, where, first)
+        return drawn(fused, q.device, keys if p else None, where, first)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [queries, keys]
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return dropout(weights, p, keys, where, first) @ v
 
 
-def _drawn(
+def drawn(
     draw: Callable[[], Tensor], device: torch.device, keys: Keys, where: int, first: int
 ) -> Tensor:
-    """What `draw` returns, from the seeded generator. Compiled code cannot seed: it draws from the
+    """What `draw` returns, from the generator, which `keys`, if it is a number, the place `where`
+    and the `first` head or position seed. Compiled code cannot seed: it draws from the
     generator as it is. So does a stage on the CPU beside stages on GPUs: from its stage's."""
     if torch.compiler.is_compiling() or not isinstance(keys, int) or device.type == "cpu":
         return draw()

@@ -15,6 +15,14 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """`x` as autocast, where that is on, gives it to a product: float64 stays as it is."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single term is
     returned as it is. `out`: memory of the type `wide`, in which two or more terms are added up."""

@@ -16,8 +16,15 @@ With `sequence_parallel` each rank holds some positions of the activations betwe
 gathered before the next pair. These activations take 1/t of the memory. As many bytes are sent,
 plus, in backward, the inputs of column-parallel matrices once more.
 
-Backward starts the sum of the gradient of x over the ranks before it computes the gradient of w,
-unless that is left for later (runtime/linear.py), and finishes it after.
+Backward of a column-parallel matrix: each rank has an addend of dx, whose sum travels while it
+computes dw (through a process group; through shared memory a rank only waits less for a late one):
+
+    compute     dx = dy w' │ dw = x' dy              │ dx goes on to the layer before
+    exchange               └ sum of dx over the ranks ┘
+                           start                      finish
+
+`ColumnParallelLinear` says which sum (an `AroundProduct`); the product starts and finishes it
+(`backward` in runtime/linear.py). If dw is left for later, the sum is finished at once.
 
 Shapes: B examples, T positions, C width, K features in, N features out, t ranks. Weights are K N,
 like GPT-2's `Conv1D`.

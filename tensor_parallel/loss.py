@@ -5,9 +5,9 @@ thousand positions of the published vocabulary. Gathering the ranks' parts and c
 softmax on every rank multiplies memory, traffic and time by t.
 
 Idea. The loss of a position needs two numbers from each rank: the logsumexp of its logits and the
-label's logit, or 0 on a rank without the label.
+label's logit, or -inf on a rank without the label.
 
-    loss = log(e^a0 + e^a1) - (b0 + b1)      a: logsumexp of a rank's logits, b: the label's, or 0
+    loss = log(e^a0 + e^a1) - max(b0, b1)    a: logsumexp of a rank's logits; b: the label's
 
 The gradient of a logit is its softmax, minus 1 at the label: known as soon as the loss is. So
 forward works through the positions in chunks. It computes a chunk's logits, its losses, and its
@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from runtime.communicator import Communicator
-from runtime.sums import wide
+from runtime.sums import narrowed, wide
 
-LOGITS_AT_ONCE = 1 << 22  # logits at a time
+# Logits at a time: what stays in a CPU's cache; on a GPU 512 MB, for which it launches once.
+LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 def head_loss(
@@ -43,13 +45,12 @@ def head_loss(
         hidden: [N, C], the same on all ranks. Each rank gets its part of the gradient; `replicate`
             sums them.
         weight: [rows, C], this rank's rows of the output embedding.
-        labels: [N], the token to predict at each position.
+        labels: [N], the token to predict at each position. Of one that no rank has, such as -100,
+            the loss is infinite.
         first: the token of the first row.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    loss: Tensor = _HeadLoss.apply(hidden, weight, labels, ranks, first)
+    # Cast once, and not for each chunk.
+    loss: Tensor = _HeadLoss.apply(narrowed(hidden), narrowed(weight), labels, ranks, first)
     return loss
 
 
@@ -78,6 +79,7 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.gradients is None:
             raise RuntimeError("the gradients of the head are made once: no second backward")
@@ -91,16 +93,16 @@ class _HeadLoss(torch.autograd.Function):
 def measure(
     hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
 ) -> Tensor:
-    """[3], float64: the loss of `head_loss`, the number of positions whose label is the most
-    probable token, and N."""
-    total = torch.zeros(3, dtype=torch.float64)
+    """[3], float64, on the CPU: the loss of `head_loss`, the number of positions whose label is the
+    most probable token, and N. Waits once for a GPU."""
+    hidden, weight = narrowed(hidden), narrowed(weight)
+    total = hidden.new_zeros(2, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
         largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], now over all tokens
         right = (chunk.at_label == largest).sum()
-        counts = torch.stack([chunk.losses.sum().double(), right.double()]).cpu()
-        total += torch.cat([counts, counts.new_tensor([len(largest)])])
-    return total
+        total += torch.stack([chunk.losses.sum().double(), right.double()])
+    return torch.tensor([*total.tolist(), len(hidden)], dtype=torch.float64)
 
 
 def argmax(logits: Tensor, num_tokens: int, ranks: Communicator, first: int) -> Tensor:
@@ -136,17 +138,17 @@ class _Chunk(NamedTuple):
         local = labels - first
         is_own = (local >= 0) & (local < len(weight))
         column = local.clamp(0, len(weight) - 1)[:, None]
-        own_logit = logits.gather(1, column)[:, 0].masked_fill(~is_own, 0)
+        own_logit = logits.gather(1, column)[:, 0].masked_fill(~is_own, -torch.inf)
         largest = logits.amax(-1)
         exps = logits.sub_(largest[:, None]).exp_()  # overwrites logits, not read any more
         two = torch.stack([largest + exps.sum(-1).log(), own_logit])  # [2, n]
         log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)  # each [t, n]
-        log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
+        log_sum, at_label = log_sums.logsumexp(0), labelled.amax(0)
         return cls(exps, largest, log_sum, at_label, column, is_own, log_sum - at_label)
 
 
 def _chunks(positions: int, weight: Tensor, ranks: Communicator, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
-    size = max(1, LOGITS_AT_ONCE // rows)
+    size = max(1, LOGITS_AT_ONCE[weight.device.type] // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]

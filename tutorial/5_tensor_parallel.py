@@ -9,9 +9,9 @@ matrix. Cut the first by outputs and the second by inputs, and nothing is exchan
     x ──┬─▸ A0 ─▸ gelu ─▸ B0 ──┬─▸ sum          rank 0 has A0 and B0, rank 1 A1 and B1
         └─▸ A1 ─▸ gelu ─▸ B1 ──┘
 
-`AddUp` is the sum; in backward every rank gets the same gradient, unchanged. `FanOut` is the fork:
-it does nothing in forward, and adds the gradients of both branches in backward. Every rank computes
-everything outside the cut matrices (norms, embedding, head), with equal results.
+`AllReduce` is the sum; in backward every rank gets the same gradient, unchanged. `Replicate` is the
+fork: it does nothing in forward, and adds the gradients of both branches in backward. Every rank
+computes everything outside the cut matrices (norms, embedding, head), with equal results.
 
 Left out: heads that W does not divide; cutting embedding and head by words; cutting norms by
 positions (sequence parallelism).
@@ -33,7 +33,7 @@ two = importlib.import_module("2_data_parallel")
 W = two.W
 
 
-class FanOut(torch.autograd.Function):
+class Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -46,7 +46,7 @@ class FanOut(torch.autograd.Function):
         return gradient, None
 
 
-class AddUp(torch.autograd.Function):
+class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # noqa: ARG004
         total = x.clone()
@@ -73,7 +73,9 @@ class Columns(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(FanOut.apply(x, self.group), self.weight.flatten(0, 1), self.bias.flatten())
+        return F.linear(
+            Replicate.apply(x, self.group), self.weight.flatten(0, 1), self.bias.flatten()
+        )
 
 
 class Rows(nn.Module):
@@ -84,7 +86,7 @@ class Rows(nn.Module):
         self.weight, self.bias, self.group = part(whole.weight, rank, 1), whole.bias, group
 
     def forward(self, x: Tensor) -> Tensor:
-        return AddUp.apply(F.linear(x, self.weight), self.group) + self.bias  # the bias once
+        return AllReduce.apply(F.linear(x, self.weight), self.group) + self.bias  # the bias once
 
 
 def cut(model: nn.Sequential, rank: int, group: Any = None) -> nn.Sequential:

@@ -14,9 +14,11 @@ ring, and each rank adds up what its queries take from the keys that have come t
 The placement is a zigzag, because later queries see more keys: rank 0 has the cheapest stretch and
 the dearest, so both ranks compute equally much. A softmax needs the sum over all keys; it is kept
 with the largest score so far, and both are corrected when a larger one comes (online softmax).
-In backward the gradients of keys and values travel the ring the other way round, home.
+In backward autograd sends the gradients of keys and values back the way these came.
 
-Left out: skipping the quarters that no query sees; sending while computing; rows of any length.
+Left out: skipping the quarters that no query sees; sending while computing; rows of any length. And
+autograd keeps the keys and scores of every turn: context_parallel/ring.py keeps none of them. Its
+backward sends the keys round once more, their gradients behind them, the same way round, home.
 
 It grows into context_parallel/ring.py (rows of any length, on any number of ranks),
 context_parallel/heads.py (the other way) and training/layouts/context.py (labels and positions).

@@ -17,6 +17,7 @@ from context_parallel.ring import Ring
 from runtime.communicator import Communicator
 from runtime.dropout import attention
 from tests.ranks import Ranks, nan_in_new_memory
+from tests.remote import on_ranks
 
 B, H, T, E = 2, 12, 24, 8  # T: of all ranks
 KEYS = torch.tensor([3**30, -(5**20)])
@@ -61,11 +62,11 @@ def differences(
     return off, seen
 
 
-def rounding(dtype: torch.dtype) -> list[float]:
+def rounding(dtype: torch.dtype, p: float) -> list[float]:
     """How far one process is from float64."""
     pairs = zip(
-        results(attention, inputs(dtype), 0.0),
-        results(attention, inputs(torch.float64), 0.0),
+        results(attention, inputs(dtype), p),
+        results(attention, inputs(torch.float64), p),
         strict=True,
     )
     return [float((a - b).abs().max()) for a, b in pairs]
@@ -94,10 +95,13 @@ def test_several_ranks_compute_what_one_does(
         assert seen == [("all_to_all", n) for n in sent]
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("way", WAYS)
-def test_in_half_precision(ranks: Ranks, way: str) -> None:
-    usual = rounding(torch.bfloat16)
-    for off, _ in ranks.run(differences, way, 0.0, torch.bfloat16):
+@pytest.mark.parametrize("c", [2, 4])
+def test_in_half_precision(world_of: Callable[[int], Ranks], c: int, way: str, p: float) -> None:
+    """No worse than one process, which rounds as often: sums over ranks are in float32."""
+    usual = rounding(torch.bfloat16, p)
+    for off, _ in world_of(c).run(differences, way, p, torch.bfloat16):
         assert all(a < 1.5 * b for a, b in zip(off, usual, strict=True))
 
 
@@ -108,7 +112,7 @@ def test_every_way_to_compute_a_block_is_the_same() -> None:
         some = q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
         found = []
         for dropped in (None, lambda weights: weights):
-            out, log_sum = blocks.forward(*some, causal, dropped)
+            out, log_sum, _ = blocks.forward(*some, causal, dropped)
             # As if there were more keys: the block is a part of them.
             joined = d[:, :, :queries], *some, out * 0.7, log_sum + 0.1
             found.append([out, log_sum, *blocks.backward(*joined, causal, dropped)])
@@ -124,8 +128,9 @@ def test_a_kernel_for_16_bits_is_the_same() -> None:
         found = []
         for dtype, dropped in ((torch.bfloat16, None), (torch.float32, lambda weights: weights)):
             some = q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype)
-            out, log_sum = blocks.forward(*some, causal, dropped)
-            gradients = blocks.backward(d.to(dtype), *some, out, log_sum, causal, dropped)
+            out, log_sum, drawn = blocks.forward(*some, causal, dropped)
+            joined = d.to(dtype), *some, out, log_sum
+            gradients = blocks.backward(*joined, causal, dropped, 0.0, drawn)
             found.append([out, log_sum, *gradients])
         for kernel, products in zip(*found, strict=True):
             largest = products.abs().max()
@@ -153,3 +158,53 @@ def test_masks_without_a_key_for_each_example_are_drawn_once(ranks: Ranks) -> No
     for keys in (5**20, None):
         for again, at_once, mean in ranks.run(drawn, keys):
             assert again and at_once == (keys is not None) and abs(mean - 1) < 0.1
+
+
+def shape_of(*sizes: int) -> Tensor:
+    return torch.zeros(*sizes, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("way", [Ring(Communicator()), Heads(Communicator())])
+def test_what_is_not_computed_is_refused(way: Any) -> None:
+    x = shape_of(1, 2, 4, 8)
+    for given, words in (
+        ((x, x, x, shape_of(4, 4)), "is causal, and takes no mask: give None"),
+        ((x, x, shape_of(1, 2, 6, 8), None), "8] of float64, .* must have one shape and type"),
+        ((x, x.float(), x, None), r"\[1, 2, 4, 8\] of float32, .* must have one shape and type"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            way(*given, 0.0, None, 7)
+
+
+@on_ranks(2)
+def test_numbers_that_cannot_be_cut_are_refused_with_one_that_can(_rank: int, _size: int) -> None:
+    ranks = Communicator(dist.group.WORLD)
+    x = shape_of(1, 3, 5, 8)
+    with pytest.raises(ValueError, match=r"5 positions on a rank.* 6 work"):
+        Ring(ranks)(x, x, x, None, 0.0, None, 7)
+    with pytest.raises(ValueError, match=r"5 positions on a rank.* 6 work"):
+        Heads(ranks)(x[:, :2], x[:, :2], x[:, :2], None, 0.0, None, 7)
+    with pytest.raises(ValueError, match="3 heads cannot be cut over 2 ranks; 4 can"):
+        Heads(ranks)(x[:, :, :4], x[:, :, :4], x[:, :, :4], None, 0.0, None, 7)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_is_a_group_too_whatever_the_strides(way: str, p: float) -> None:
+    """Kernels take it for granted that the channels of a head lie side by side."""
+    q, k, v, d = inputs(torch.float64)
+    apart = [t.mT.contiguous().mT for t in (q, k, v)]
+    found = results(WAYS[way](Communicator()), [*apart, d], p)
+    for one, other in zip(found, results(attention, [q, k, v, d], p), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@on_ranks(2)
+def test_second_derivatives_are_refused(_rank: int, _size: int, p: float) -> None:
+    """With hashed masks, which are products, autograd would differentiate some of what it sees."""
+    q = torch.randn(2, 2, 4, 8, requires_grad=True)
+    out = Ring(Communicator(dist.group.WORLD))(q, q, q, None, p, KEYS, 7)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -24,6 +24,11 @@ def test_the_stretches_of_two_and_three_ranks() -> None:
     assert [zigzag(r, 3, 6).tolist() for r in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
+def test_no_position_is_lost() -> None:
+    with pytest.raises(ValueError, match=r"10 positions cannot be cut over 2 ranks.* 12 can"):
+        zigzag(0, 2, 10)
+
+
 @pytest.mark.parametrize("c", [2, 3, 4, 8])
 def test_each_position_is_somewhere_and_all_ranks_have_equal_work(c: int) -> None:
     positions = [zigzag(r, c, 6 * c) for r in range(c)]

@@ -25,6 +25,7 @@ every process that they start.
 
     guard.cpp   what torch's C++ asks a device for, compiled once (10 s) with g++
     tensors.py  a tensor of the device, and what an operator does with it
+    flash.py    FlashAttention, and what it takes for granted
     cuda.py     torch.cuda and NCCL
     seen.py     what is noted
     session.py  the process of the fixture

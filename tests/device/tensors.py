@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import seen
+from . import flash, seen
 
 aten = torch.ops.aten
+STAND_INS: dict[str, Any] = {  # kernels that only CUDA has
+    "_scaled_dot_product_flash_attention": flash.forward,
+    "_scaled_dot_product_flash_attention_backward": flash.backward,
+}
 COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 INDEXING = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
@@ -102,6 +106,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _refuse(func, name, args, leaves, mine)
         _note(func, name, args, kwargs, at)
     elif library == "c10d":
+        _refuse_gaps(name, mine)
         seen.collective(name)
     plain_args, plain_kwargs = pytree.tree_unflatten([_plain(x) for x in leaves], spec)
     out = _computed(func, name, plain_args, plain_kwargs, at)
@@ -154,6 +159,16 @@ def _refuse(func: Any, name: str, args: Any, leaves: list[Any], mine: list[Devic
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{' and '.join(found[:2])}! (in aten::{name})"
         )
+
+
+def _refuse_gaps(name: str, mine: list[DeviceTensor]) -> None:
+    """NCCL sends memory from its address on: gloo, which stands for it, takes some strides."""
+    for x in mine:
+        if not x.raw.is_contiguous(memory_format=torch._prims_common.suggest_memory_format(x.raw)):
+            raise ValueError(
+                f"Tensors must be contiguous (in c10d::{name}, of {tuple(x.shape)} with strides "
+                f"{x.stride()})"
+            )
 
 
 def _note(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> None:
@@ -210,7 +225,7 @@ _generator = torch.Generator()  # of the CPU, in the state of the device's while
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> Any:
     if torch.Tag.nondeterministic_seeded not in func.tags or at is None:
-        return _without_draws(func, args, kwargs)
+        return _without_draws(func, name, args, kwargs)
     given = kwargs.get("generator")
     if given is not None and given.device.type != "cuda":
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
@@ -223,7 +238,9 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> A
             own.set_state(_generator.get_state())
 
 
-def _without_draws(func: Any, args: Any, kwargs: Any) -> Any:
+def _without_draws(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name in STAND_INS:
+        return STAND_INS[name](*args, **kwargs)
     if func is aten.is_pinned.default or func is aten.record_stream.default:
         return False if func is aten.is_pinned.default else None
     return func(*args, **kwargs)
@@ -231,6 +248,8 @@ def _without_draws(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """An operator that draws, by the given generator, also where it takes none."""
+    if name in STAND_INS:
+        return STAND_INS[name](*args, **kwargs)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, **kwargs)
     generator = kwargs.pop("generator")

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from context_parallel.ring import Ring
+from runtime.communicator import Communicator
 from runtime.dropout import mixed
 from runtime.mesh import GROUPS, make_mesh
 from tests.device.seen import watch
@@ -32,6 +34,10 @@ from training.layouts.layout import Held, parameters_of
 from training.loop import seed_step, train
 
 STEPS = 2
+IN_16_BITS = [
+    "context2-ring", "context2-heads", "mesh2-ep2-zero3", "fsdp2-zero3-m2", "pipeline2-1f1b-m8",
+    "mesh2-1x1x2-sequence",
+]  # fmt: skip
 NAMES = ["fsdp2-zero3-m2", "pipeline2-zbv-v2_m3", "mesh2-1x1x2-sequence"]
 
 
@@ -44,12 +50,14 @@ def row_of(rank: int, world_size: int, name: str, **changes: Any) -> tuple[World
     return world, replace(row, problem=replace(problem, **changes))
 
 
-def compared(rank: int, world_size: int, name: str) -> str:
+def compared(
+    rank: int, world_size: int, name: str, dtype: torch.dtype = torch.float64, **changes: Any
+) -> str:
     """Trains a row of the table; what is wrong with it."""
-    world, row = row_of(rank, world_size, name, dropout=0.0)  # masks depend on the device
+    world, row = row_of(rank, world_size, name, dropout=0.0, **changes)  # masks: of the device
     plain_run = plain(row.problem, STEPS, torch.float64) if world.is_main else None
     reference: Any = world.from_main(plain_run)
-    return check(row, reference, world, STEPS, torch.float64).failure
+    return check(row, reference, world, STEPS, dtype).failure
 
 
 @pytest.mark.parametrize("name", ["module2-gpt2", "threads2-1f1b-clipped", "threads2-zb-m3"])
@@ -63,6 +71,47 @@ def test_two_stages_of_one_process_with_a_device_each(name: str) -> None:
 @on_device
 def test_two_ranks_with_a_device_each(name: str) -> None:
     assert ranks(2, NCCL).run(compared, name) == ["", ""]
+
+
+def in_16_bits(rank: int, world_size: int, name: str) -> tuple[str, int]:
+    """What is wrong with a row under autocast, with heads that FlashAttention takes; and how often
+    that ran."""
+    with watch() as seen:
+        failure = compared(rank, world_size, name, torch.bfloat16, n_head=2)
+    return failure, sum(n for name, n in seen.operators.items() if "flash" in name)
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+@on_device
+def test_two_ranks_in_16_bits(name: str) -> None:
+    """Kernels and collectives read memory by address, and refuse what they would misread."""
+    for failure, flash in ranks(2, NCCL).run(in_16_bits, name):
+        assert failure == "" and (flash > 0) == (name == "context2-ring")
+
+
+def dropped(rank: int, _: int) -> tuple[list[bool], int]:
+    """What the ring drops in 16 bits: whether another call with the same number, and one with
+    another, drop the same; whether backward does; and the fused kernels of a call."""
+    torch.cuda.set_device(rank)
+    q, k, v, d = torch.randn(4, 2, 2, 16, 8, dtype=torch.bfloat16).cuda()
+    v.requires_grad_()
+    ring = Ring(Communicator(dist.group.WORLD))
+    with watch() as seen:
+        out = ring(q, k, v, None, 0.3, 5, 7)
+        out.backward(d)
+    others = [ring(q, k, v, None, 0.3, key, 7).equal(out) for key in (5, 6)]
+    # The results are linear in all ranks' values: d * out = d_v * v, only with equal masks.
+    assert v.grad is not None
+    sums = torch.stack([(d * out).float().sum(), (v.grad * v).float().sum()]).detach().cpu()
+    dist.all_reduce(sums)
+    backward = bool((sums[0] - sums[1]).abs() < 2**-4 * sums[0].abs())
+    return [*others, backward], sum(n for name, n in seen.operators.items() if "flash" in name)
+
+
+@on_device
+def test_a_ring_with_dropout_runs_fused_and_backward_drops_the_same() -> None:
+    """Two blocks on each rank, forward and backward."""
+    assert ranks(2, NCCL).run(dropped) == [([True, False, True], 4)] * 2
 
 
 @on_device

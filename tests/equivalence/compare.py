@@ -42,7 +42,12 @@ from training.optimization import Optimizers, Recipe, make_optimizer
 from training.resume import NO_RESUME, Saving, find_resume
 from training.tasks.task import Step, TrainingTask
 
-BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
+BOUNDS = {  # relative, of ten steps
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,  # autocast: sqrt(1300) * 2^-9, and a step's worth of rounded weights
+}
+PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 KINDS = ("loss", "gradient", "weight")
 
 Found = dict[Key, dict[tuple[int, ...], Tensor]]
@@ -129,7 +134,7 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
 
     options, task = row.problem.options, row.problem.task(world, dtype)
     asked: dict[str, Any] = {"num_microbatches": row.num_microbatches, "recompute": row.recompute}
-    asked["precision"] = "fp64" if dtype == torch.float64 else "fp32"
+    asked["precision"] = PRECISIONS[dtype]
     setup = Setup(replace(options, **asked), adamw)
     with sharing(row.share_memory):
         model = row.build(task, world, setup)

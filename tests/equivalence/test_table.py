@@ -32,18 +32,26 @@ def reference(problem: Problem, steps: int) -> Reference:
     return plain(problem, steps, torch.float64)
 
 
-def on_a_rank(rank: int, world_size: int, name: str, steps: int, draws: bool) -> str:
+def on_a_rank(
+    rank: int, world_size: int, name: str, steps: int, draws: bool, dtype: torch.dtype
+) -> str:
     """What is said of a row. `draws`: dropout is not hashed, but drawn."""
     row, world = find(name), World(rank, world_size)
     expected: Any = world.from_main(reference(row.problem, steps) if world.is_main else None)
     drawn = patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext()
     with drawn, nan_in_new_memory():
-        return check(row, expected, world, steps, torch.float64).failure
+        return check(row, expected, world, steps, dtype).failure
 
 
-def failure(world: Ranks | None, name: str, steps: int = 2, draws: bool = False) -> str:
+def failure(
+    world: Ranks | None,
+    name: str,
+    steps: int = 2,
+    draws: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> str:
     """The same; all ranks say the same."""
-    args = (name, steps, draws)
+    args = (name, steps, draws, dtype)
     said = [on_a_rank(0, 1, *args)] if world is None else world.run(on_a_rank, *args)
     assert said == [said[0]] * len(said)
     return str(said[0])
@@ -71,6 +79,8 @@ SHORT = """
     context2-experts mesh4-ep2-cp2-zero3
 """
 
+IN_BF16 = ["single-dropout", "mesh2-1x1x2-sequence", "context2-ring", "context2-heads", "mesh2-ep2"]
+
 
 def kinds(names: Iterable[str]) -> set[str]:
     """Layouts and schedules in the names of rows."""
@@ -97,6 +107,13 @@ def test_every_layout_has_rows() -> None:
 def test_a_layout_is_one_process(world_of: Callable[[int], Ranks | None], name: str) -> None:
     steps = 3 if "-dropout" in name else 2  # the third is of the second epoch: other masks
     assert failure(world_of(find(name).ranks), name, steps) == ""
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_a_layout_in_bf16_is_one_process_up_to_rounding(
+    world_of: Callable[[int], Ranks | None], name: str
+) -> None:
+    assert failure(world_of(find(name).ranks), name, steps=1, dtype=torch.bfloat16) == ""
 
 
 def test_steps_without_target_or_finite_loss_are_left_out(ranks: Ranks) -> None:

@@ -3,11 +3,14 @@ with experts train as one process does: tests/equivalence."""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from experts.dispatch import segments_of, swapped
@@ -56,15 +59,19 @@ def rows_of(rank: int, case: str) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def on_a_rank(rank: int, world_size: int, case: str, share: bool) -> dict[str, Any]:
+def on_a_rank(
+    rank: int, world_size: int, case: str, share: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     """What a rank computes, and of which experts it has gradients."""
-    layer = like(Experts)
+    is_narrow = dtype == torch.bfloat16
+    layer = like(Experts).to(torch.float32 if is_narrow else dtype)
     with sharing(share), nan_in_new_memory():
         share_experts(layer, Communicator(torch.distributed.group.WORLD))
-        x, dy = rows_of(rank, case)
+        x, dy = (t.to(layer.router.weight.dtype) for t in rows_of(rank, case))
         x.requires_grad_()
-        y, choice = layer(x)
-        y.backward(dy)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+            y, choice = layer(x)
+            y.backward(dy)
     assert len(layer.experts["c_fc"].weight) == E // world_size
     return {
         "y": y.detach(), "x": x.grad, "choices": choice.experts.flatten().bincount(minlength=E),
@@ -72,12 +79,17 @@ def on_a_rank(rank: int, world_size: int, case: str, share: bool) -> dict[str, A
     }  # fmt: skip
 
 
+# Under autocast two products round their operands and results, of 2^-9 each, forward and backward.
+ROUNDING = {torch.float64: 1e-12, torch.bfloat16: 2**-6}  # of the largest number of a tensor
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_experts_compute_what_one_does(
-    ranks: Ranks, case: str, share: bool
+    ranks: Ranks, case: str, share: bool, dtype: torch.dtype
 ) -> None:
-    found, plain = ranks.run(on_a_rank, case, share), like(PlainExperts)
+    found, plain = ranks.run(on_a_rank, case, share, dtype), like(PlainExperts)
     choices = torch.stack([of_rank["choices"] for of_rank in found])
     if (wanted := CASES[case][2]) is not None:
         assert choices.tolist() == wanted
@@ -90,13 +102,20 @@ def test_ranks_that_share_experts_compute_what_one_does(
     assert x.grad is not None
     joined = {"y": y[0].detach(), "x": x.grad[0]}
     for name, whole in joined.items():
-        torch.testing.assert_close(torch.cat([r[name] for r in found]), whole, rtol=0, atol=1e-12)
+        assert_close(torch.cat([r[name] for r in found]), whole, dtype)
     for name, p in plain.named_parameters():
         parts = [of_rank[name] for of_rank in found]
         # Each rank has all of its experts' gradients, and of the router's its positions' part.
         own = torch.stack(parts).sum(0) if name == "router.weight" else torch.cat(parts)
         assert p.grad is not None
-        torch.testing.assert_close(own, p.grad, rtol=0, atol=1e-12)
+        assert_close(own, p.grad, dtype)
+
+
+def assert_close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        found.double(), wanted, rtol=0, atol=ROUNDING[dtype] * max(1.0, largest)
+    )
 
 
 def test_of_equal_probabilities_the_lower_number_wins() -> None:
@@ -149,18 +168,20 @@ def test_the_balance_of_a_sequence_knows_neither_padding_nor_other_sequences() -
     assert balance_of(padding * 2, [0]) == [0]  # a sequence without positions
 
 
+class Alone(nn.Module):
+    """A layer of a pipeline."""
+
+    def __init__(self, layer: Experts) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.layer(x)
+        return x + y
+
+
 def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
     """By halves and by whole backwards: the same bits; before W the experts have no gradient."""
-
-    class Alone(nn.Module):
-        def __init__(self, layer: Experts) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, _ = self.layer(x)
-            return x + y
-
     layer: Experts = like(Experts)
     x, dy = torch.randn(2, 2, 5, C, dtype=torch.float64)
     sums = []
@@ -180,8 +201,58 @@ def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
         torch.testing.assert_close(gradient, p.grad, rtol=0, atol=1e-12)
 
 
+class Casts(TorchDispatchMode):
+    """Counts them by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = Counter[torch.Size]()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes[args[0].shape] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_stage_casts_the_weights_of_experts_once_for_all_micro_batches() -> None:
+    layer: Experts = like(Experts).float()
+    x, dy = torch.randn(2, 2, 5, C)
+    stage = Stage(0, nn.Sequential(Alone(layer)), torch.device("cpu"), num_microbatches=2)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        for action in ("F0", "F1", "B0", "B1"):
+            act(stage, action, x, dy)
+    assert [casts.shapes[layer.experts[name].weight.shape] for name in ("c_fc", "c_proj")] == [1, 1]
+
+
 @on_ranks(2)
 def test_ranks_must_divide_the_experts(_rank: int, _world_size: int) -> None:
     model = Experts(GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)), 3, K)
-    with pytest.raises(ValueError, match=r"^dimension 0 of \(3, 6, 24\) is not a multiple of 2$"):
+    with pytest.raises(ValueError, match="3 experts cannot be shared by 2 ranks; 4 can"):
         share_experts(model, Communicator(torch.distributed.group.WORLD))
+
+
+@on_ranks(2)
+def test_shared_experts_are_neither_shared_again_nor_copied(_rank: int, _world_size: int) -> None:
+    layer, ranks = like(Experts), Communicator(torch.distributed.group.WORLD)
+    assert len(copy.deepcopy(layer).state_dict()) == 5
+    share_experts(layer, ranks)
+    with pytest.raises(ValueError, match="these experts are shared already, by 2 ranks"):
+        share_experts(layer, ranks)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled,.* before share"):
+        copy.deepcopy(layer)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_choice_of_none_or_of_more_than_there_are_is_refused(top_k: int) -> None:
+    config = gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)
+    with pytest.raises(ValueError, match=f"{top_k} of 4 experts for each position: 1 to 4 can be"):
+        Experts(GPT2MLP(4 * C, config), E, top_k)
+
+
+def test_float64_stays_under_autocast() -> None:
+    """As everywhere under autocast."""
+    x = torch.randn(3, C, dtype=torch.float64)
+    wanted, _ = like(Experts)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = like(Experts)(x)
+    assert torch.equal(found, wanted)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -136,6 +138,24 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
     missing = check.verdict_of("weights", {"a": plain["a"]}, plain, exact, torch.float32)
     assert missing.missing == ["b"] and not missing.agrees
     assert not check.verdict_of("weights", {}, {}, {}, torch.float32).agrees  # of nothing
+
+
+def test_a_difference_of_experts_in_bf16_may_be_no_mistake() -> None:
+    """A rounded position may choose another expert."""
+    for precision, doubted in (("bf16", True), ("fp32", False)):
+        args: Any = SimpleNamespace(
+            experts=4, precision=precision, check_weights=False, check_output=True
+        )
+        setup: Any = SimpleNamespace(args=args, dtype=torch.float32)
+        task, one = Mock(), torch.ones(2)
+        with patch.object(check, "Plain") as plain:
+            plain.return_value.outputs.return_value = {"outputs": one.double()}
+            same, other = (
+                check.check(task, setup, torch.device("cpu"), {0: (None, got)})[0]
+                for got in (one, one + 1)
+            )
+        assert "another expert" not in same.say()
+        assert not other.agrees and ("another expert" in other.say()) is doubted
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:

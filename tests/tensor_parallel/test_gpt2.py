@@ -39,7 +39,7 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
     part = TensorShard(tuple(whole.shape), 0, 1, rank, world_size)
     head = VocabularyParallelHead(nn.Parameter(part.of(whole)), VOCABULARY, ranks)
     args = hidden, head.known, labels, ranks, head.first
-    with patch.object(loss, "LOGITS_AT_ONCE", 200):  # logits, so that there are several chunks
+    with patch.dict(loss.LOGITS_AT_ONCE, cpu=200):  # logits, so that there are several chunks
         total = loss.head_loss(*args)
         (2 * total).backward()
         measured = loss.measure(*args)
@@ -64,6 +64,19 @@ def test_the_head_computes_what_one_process_does(three_ranks: processes.Ranks) -
         torch.testing.assert_close(found[:4], wanted)
         assert found[4].equal(logits.argmax(-1)) and found[5].equal(logits[:, :5].argmax(-1))
     torch.testing.assert_close(torch.cat([found[2] for found in every]), weight.grad)
+
+
+def test_what_the_head_cannot_compute_is_not_silent() -> None:
+    """A label that is no token; float64, which autocast leaves; a second derivative."""
+    hidden, weight, labels = case()
+    args = weight, labels, Communicator(), 0
+    with torch.autocast("cpu", torch.bfloat16):
+        total = loss.head_loss(hidden, *args)
+    assert total.equal(loss.head_loss(hidden, *args)) and total.dtype == torch.float64
+    assert loss.head_loss(hidden, weight, labels - 100, *args[2:]).isinf()
+    (gradient,) = torch.autograd.grad(total.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_the_degrees_that_work() -> None:

@@ -15,6 +15,7 @@ from pipeline.schedules.schedule import one_f_one_b, zero_bubble
 from pipeline.stage import Stage
 from planning.simulate import Simulator, Work
 from runtime.communicator import Communicator
+from tensor_parallel.collectives import gather
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.pipeline.pipeline_models import act
 from tests.remote import on_ranks
@@ -81,3 +82,15 @@ def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(_rank: int, _worl
         y.sum().backward()
     assert products.count == 1  # of the input
     assert bias.grad is not None and bias.grad.tolist() == [12.0] * 4
+
+
+@on_ranks(2)
+def test_exchanges_have_second_derivatives(_rank: int, _world: int) -> None:
+    """Each rank has half of the sum over ranks of x^3, of which it has some: 3 x^2, then 6 x."""
+    ranks = Communicator(torch.distributed.group.WORLD)
+    x = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    half = gather(x, ranks, 1).pow(3).sum() / 2
+    (first,) = torch.autograd.grad(half, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 3 * x.square())
+    torch.testing.assert_close(second, 6 * x)

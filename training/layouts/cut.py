@@ -9,7 +9,7 @@ over the ranks.
 Ranks of the expert axis share the experts of every layer (experts/): of these each holds some.
 Ranks of the context axis take their positions of the same micro-batches (context.py).
 
-With one rank nothing changes.
+On an axis with one rank nothing changes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from .context import attend_across, own_positions
 from .layout import Held, Setup
 
 
+def cut_task(task: Any, setup: Setup, mesh: Mesh) -> CutTask:
+    """The task as this rank of a mesh has it."""
+    return (TensorCutTask if mesh["tp"].size > 1 else CutTask)(task, setup, mesh)
+
+
 class CutTask:
-    """The layers of a task, as this rank of a mesh has them.
+    """The layers of a task, as this rank of a mesh has them, with whole matrices.
 
     Attributes:
         tensor_ranks, context_ranks, expert_ranks: those of the axes `tp`, `cp` and `ep`.
         model, layers: on the meta device, with this rank's shards.
-        head: this rank's rows of it. The last layer then computes the loss, or the logits of these
-            rows. None: this rank has the whole head, and the last layer returns all logits.
         shards: by the name of a parameter, this rank's part of it; others it holds whole.
         experts: the names of parameters of which each of `expert_ranks` has other experts.
     """
@@ -50,9 +53,9 @@ class CutTask:
     def __init__(self, task: Any, setup: Setup, mesh: Mesh) -> None:
         self.task = task
         self.tensor_ranks, self.context_ranks, self.expert_ranks = (
-            Communicator(mesh[axis].group, recorder=setup.timeline) for axis in ("tp", "cp", "ep")
+            Communicator(mesh[axis].group, recorder=setup.timeline, sums_travel_narrow=axis == "tp")
+            for axis in ("tp", "cp", "ep")
         )
-        self.sequence_parallel = setup.args.sequence_parallel and self.tensor_ranks.size > 1
         self.model: Any = task.skeleton().to(setup.dtype)
         self.shards: dict[str, TensorShard] = {}
         if self.expert_ranks.size > 1:
@@ -60,19 +63,17 @@ class CutTask:
             for name, shape in share_experts(self.model, self.expert_ranks).items():
                 self.shards[name] = TensorShard(shape, 0, 1, at, n)
         self.experts = {*self.shards}
-        if self.tensor_ranks.size > 1:
-            self.shards |= cut_matrices(self.model, self.tensor_ranks, self.sequence_parallel)
-        self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
+        self.layers = self._cut_layers(setup)
         if self.context_ranks.size > 1:
             attend_across(self.layers, self.context_ranks, setup.args.attention)
-        self.head: VocabularyParallelHead | None = None
-        if self.tensor_ranks.size > 1:
-            for layer in self.layers[:-1]:  # tells them their heads and positions
-                layer.shard = self.tensor_ranks.rank
-                layer.sequence_parallel = self.sequence_parallel
-            self.head = self.model.lm_head
-            norm = self.model.transformer.ln_f
-            self.layers[-1] = HeadAndLoss(norm, self.head, self.sequence_parallel)
+
+    def _cut_layers(self, setup: Setup) -> list[nn.Module]:  # noqa: ARG002
+        layers: list[nn.Module] = self.task.layers(self.model)
+        return layers
+
+    def _sharers(self, training: bool) -> int:  # noqa: ARG002
+        """Over how many ranks the positions of one rank of the context axis are cut again."""
+        return 1
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
@@ -86,41 +87,32 @@ class CutTask:
     def input(self, x: Any, target: Any, training: bool = True) -> tuple[Any, Any]:
         """This rank's part of a micro-batch whose loss is wanted: the input of the first layer, and
         the labels. Padding makes the positions a multiple of the ranks that share them."""
-        tensor_ranks = self.tensor_ranks.size if training and self.sequence_parallel else 1
         if self.context_ranks.size > 1:
-            x, target = own_positions(x, target, self.context_ranks, tensor_ranks)
-        if self.tensor_ranks.size == 1:
-            return x if training else self.task.to_measure(x, target), target
-        length = x.hidden.size(1)
-        if more := -length % tensor_ranks:
-            numbers = x.targets + x.targets // length * more  # earlier rows are longer
-            x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
-        return x._replace(labels=target), target
+            x, target = own_positions(x, target, self.context_ranks, self._sharers(training))
+        return self._with_labels(x, target, training), target
 
-    def loss(self, logits_or_loss: Tensor, target: Any) -> Tensor:
-        """The summed loss, from what the last layer returned: the logits, or the loss itself."""
-        return self.task.loss(logits_or_loss, target) if self.head is None else logits_or_loss
+    def _with_labels(self, x: Any, target: Any, training: bool) -> Any:
+        """The input with the labels, where the last layer needs them."""
+        return x if training else self.task.to_measure(x, target)
 
-    def measure(self, logits_or_measures: Tensor, target: Any) -> Tensor | None:
-        """The task's `measure`, from what the last layer returned in evaluation: the logits, or the
-        measures themselves. None but on rank 0."""
-        if self.head is None:
-            measures: Tensor = self.task.measure(logits_or_measures, target)
-            return measures
-        return logits_or_measures if self.tensor_ranks.rank == 0 else None
+    def loss(self, logits: Tensor, target: Any) -> Tensor:
+        """The summed loss, from what the last layer returned."""
+        loss: Tensor = self.task.loss(logits, target)
+        return loss
+
+    def measure(self, logits: Tensor, target: Any) -> Tensor | None:
+        """The task's `measure`, from what the last layer returned in evaluation. None but on the
+        first of the tensor ranks."""
+        measures: Tensor = self.task.measure(logits, target)
+        return measures
 
     def logits(self, own_logits: Tensor) -> Tensor | None:
-        """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
-        if self.head is None:
-            return own_logits
-        logits = self.tensor_ranks.all_gather(own_logits, 1)  # [N, t rows]; the last may be surplus
-        return logits[:, : self.head.vocabulary] if self.tensor_ranks.rank == 0 else None
+        """All logits [N, V], for a comparison; None but on the first of the tensor ranks."""
+        return own_logits
 
     def argmax(self, own_logits: Tensor, num_tokens: int) -> Tensor:
-        """The most probable tokens, on every rank, from the ranks' parts of the logits."""
-        if self.head is None:
-            return greedy(own_logits, num_tokens)
-        return argmax(own_logits, num_tokens, self.tensor_ranks, self.head.first)
+        """The most probable tokens, on every rank."""
+        return greedy(own_logits, num_tokens)
 
     def cut(self, held: Iterable[Held]) -> list[Held]:
         """The same rectangles of this rank's shards, as rectangles of the whole parameters."""
@@ -134,6 +126,60 @@ class CutTask:
                 rectangles.append(replace(x, tensor=view, offsets=offsets, shape=shard.shape))
         return rectangles
 
+    def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
+        """Makes the gradients of parameters equal that all tensor ranks hold whole: here one."""
+
+
+class TensorCutTask(CutTask):
+    """With matrices that are cut over the tensor ranks. The last layer computes the loss, or the
+    logits of this rank's rows of the head.
+
+    Attributes:
+        head: this rank's rows of it.
+        sequence_parallel: between the matrices each rank has some of the positions.
+    """
+
+    head: VocabularyParallelHead
+    sequence_parallel: bool
+
+    def _cut_layers(self, setup: Setup) -> list[nn.Module]:
+        self.sequence_parallel = setup.args.sequence_parallel
+        self.shards |= cut_matrices(self.model, self.tensor_ranks, self.sequence_parallel)
+        layers: list[Any] = super()._cut_layers(setup)  # they hold the new modules
+        for layer in layers[:-1]:  # tells them their heads and positions
+            layer.shard = self.tensor_ranks.rank
+            layer.sequence_parallel = self.sequence_parallel
+        self.head = self.model.lm_head
+        layers[-1] = HeadAndLoss(self.model.transformer.ln_f, self.head, self.sequence_parallel)
+        return layers
+
+    def _sharers(self, training: bool) -> int:
+        return self.tensor_ranks.size if training and self.sequence_parallel else 1
+
+    def _with_labels(self, x: Any, target: Any, training: bool) -> Any:
+        length = x.hidden.size(1)
+        if more := -length % self._sharers(training):
+            numbers = x.targets + x.targets // length * more  # earlier rows are longer
+            x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
+        return x._replace(labels=target)
+
+    def loss(self, loss: Tensor, target: Any) -> Tensor:  # noqa: ARG002
+        """It is there."""
+        return loss
+
+    def measure(self, measures: Tensor, target: Any) -> Tensor | None:  # noqa: ARG002
+        """They are there, on every rank."""
+        return measures if self.tensor_ranks.rank == 0 else None
+
+    def logits(self, own_logits: Tensor) -> Tensor | None:
+        """Joined from the ranks' parts."""
+        logits = self.tensor_ranks.all_gather(own_logits, 1)  # [N, t rows]; the last may be surplus
+        return logits[:, : self.head.vocabulary] if self.tensor_ranks.rank == 0 else None
+
+    def argmax(self, own_logits: Tensor, num_tokens: int) -> Tensor:
+        """From the ranks' parts of the logits."""
+        return argmax(own_logits, num_tokens, self.tensor_ranks, self.head.first)
+
     @torch.no_grad()
     def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
         """Makes the gradients of parameters equal that all tensor ranks hold whole, after so many
@@ -145,9 +191,7 @@ class CutTask:
         last bits, and NCCL chooses one for each group: all take the first rank's.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.tensor_ranks.size == 1 or not gradients:
-            return
-        if self.sequence_parallel or replicas > 2:
+        if gradients and (self.sequence_parallel or replicas > 2):
             flat = torch.cat([g.flatten() for g in gradients])
             by_rank = self.tensor_ranks.all_gather(flat[None], 0)  # [t, elements]
             equal = add_up(by_rank.unbind()) if self.sequence_parallel else by_rank[0]

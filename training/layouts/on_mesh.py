@@ -28,7 +28,7 @@ from training.tasks.gpt2 import numbers_of_targets
 from training.tasks.task import Step, TrainingTask
 
 from .context import own_positions, rows_in_order
-from .cut import CutTask
+from .cut import cut_task
 from .layout import Held, LaidOutModel, Setup
 
 
@@ -49,7 +49,7 @@ class MeshLayout(LaidOutModel):
         self.data_ranks = mesh[DATA_AXES]
         self.mask_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
         self.forward_ranks: Axis = mesh["ep"]
-        self.cut_task = CutTask(task, setup, mesh)  # on the meta device: no memory
+        self.cut_task = cut_task(task, setup, mesh)  # on the meta device: no memory
 
     @property
     def sentences(self) -> tuple[int, int]:

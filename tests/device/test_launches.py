@@ -1,0 +1,111 @@
+"""How many kernels layers that are cut launch on the device, and how often the host waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from experts.layer import Experts, share_experts
+from runtime.communicator import Communicator
+from runtime.mesh import make_mesh
+from runtime.meta import materialize, names_of
+from tensor_parallel import loss
+from tests.device.seen import Seen, watch
+from tests.device.session import NCCL, ranks
+from tests.equivalence.problems import Sentences
+from tests.remote import on_device
+from training.launch.world import World
+from training.layouts.cut import cut_task
+from training.layouts.layout import Setup
+from training.options import Options
+from training.tasks.gpt2 import gpt2_config
+
+N, ROWS, C = 64, 32, 8
+SUMS = ("all_reduce", "reduce_scatter_single")
+POSITIONS, VOCABULARY = 32 << 10, 50257
+
+
+def head(rank: int, _: int) -> tuple[dict[int, int], Counter[str], list[str]]:
+    """Kernels of the head and its loss by the number of chunks; waits of that, and of `measure`."""
+    torch.cuda.set_device(rank)
+    hidden, weight = (torch.randn(n, C, requires_grad=True, device="cuda") for n in (N, ROWS))
+    labels = torch.randint(2 * ROWS, (N,)).cuda()
+    args = hidden, weight, labels, Communicator(dist.group.WORLD), rank * ROWS
+    kernels, waits = {}, Counter[str]()
+    for chunks in (1, 2, 4):
+        with (
+            patch.dict(loss.LOGITS_AT_ONCE, cuda=N * ROWS // chunks),
+            torch.autocast("cuda", torch.bfloat16),
+            watch() as seen,
+        ):
+            loss.head_loss(*args).backward()
+            kernels[chunks] = len(seen.kernels)
+            waits.update(w.why for w in seen.waits)
+            with watch() as of_measure:
+                loss.measure(*args)
+    return kernels, waits, [w.why for w in of_measure.waits]
+
+
+@on_device
+def test_head_and_loss_launch_at_most_300_kernels_and_never_wait() -> None:
+    """At 32k positions and 50,257 tokens. As many for each chunk."""
+    rows = torch.empty(-(-VOCABULARY // 2), 0, device="cuda")
+    chunks = len(loss._chunks(POSITIONS, rows, Communicator(), 0))
+    for kernels, waits, of_measure in ranks(2, NCCL).run(head):
+        each = (kernels[4] - kernels[2]) / 2
+
+        assert kernels[1] + (chunks - 1) * each <= 300
+        assert waits == {} and of_measure == ["copy to the CPU"]
+
+
+def routed(rank: int, _: int) -> tuple[list[str], Seen]:
+    """A layer of experts in 16 bits, forward and backward: what the host waits for."""
+    torch.cuda.set_device(rank)
+    mlp = GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2))
+    layer = Experts(mlp, 4, 2)
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    layer.cuda()
+    share_experts(layer, Communicator(dist.group.WORLD))
+    x: Tensor = torch.randn(2, 9, C, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16), watch() as seen:
+        y, _ = layer(x)
+        y.sum().backward()
+    return [wait.why for wait in seen.waits], seen
+
+
+@on_device
+def test_a_layer_of_experts_waits_once() -> None:
+    for waits, _ in ranks(2, NCCL).run(routed):
+        assert waits == ["copy to the CPU"]
+
+
+def types_sent(rank: int, _: int, sequence: bool) -> set[torch.dtype]:
+    """In which types the sums of a column-parallel and a row-parallel matrix travel in 16 bits."""
+    torch.cuda.set_device(rank)
+    args: Any = Options(sequence_parallel=sequence)
+    problem = Sentences()
+    task = cut_task(
+        problem.task(World(), torch.float32), Setup(args, Mock()), make_mesh({"tp": 2}, 60.0)
+    )
+    block = task.model.transformer.h[0]
+    materialize(block, names_of(block), torch.device("cuda", rank), lambda _, p: nn.init.ones_(p))
+    x = torch.ones(2, 4, problem.n_embd, device="cuda", requires_grad=True)
+    sums = [patch.object(dist, name, wraps=getattr(dist, name)) for name in SUMS]
+    with torch.autocast("cuda", torch.bfloat16), sums[0] as one, sums[1] as other:
+        block.mlp.c_proj(block.mlp.c_fc(x)).sum().backward()
+    return {call.args[0].dtype for call in (*one.mock_calls, *other.mock_calls) if call.args}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@on_device
+def test_sums_of_16_bit_activations_over_tensor_ranks_travel_in_16_bits(sequence: bool) -> None:
+    """As those of Megatron-LM; twice the bytes otherwise."""
+    assert ranks(2, NCCL).run(types_sent, sequence) == [{torch.bfloat16}] * 2
