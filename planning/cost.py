@@ -27,9 +27,6 @@ from .simulate import CAUSES, Simulator, Work, with_times
 UPDATE_BYTES = 48
 GIB = 2**30
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, beside backward: DDP's own
-# Bytes per logit that wait for backward, and those that are added when it begins. plain: 16 bits
-# and the log-softmax in fp32, their gradients likewise. fused: one kernel, all in 16 bits.
-LOGITS = {"plain": (6, 6), "fused": (2, 2)}
 FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
 
 
@@ -202,10 +199,13 @@ class PricedStep:
         held, working = blocks * (self.entry if again else self.whole), self.whole * again
         working += self.late * blocks * halves
         if last:
-            waiting, more = LOGITS[self.machine.loss]
+            # Bytes per logit that wait for backward; as many are added when it begins. fused: those
+            # of the products' type alone; plain: the log-softmax in fp32 besides.
+            each = self.size + (0 if self.machine.loss == "fused" else max(4, self.size))
+            waiting, more = each, each
             if halves:  # what waits for W is the gradient of the logits alone
                 held += self.logits * self.size
-                waiting, more = 0, waiting + more
+                waiting, more = 0, 2 * each
             held += self.logits * waiting
             # A block is computed again when the logits are gone.
             working = max(working - waiting * self.logits, more * self.logits)
@@ -313,8 +313,11 @@ class PricedStep:
         sharded = [layout.zero >= first for first in (3, 2, 1)]
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
-        single = self.size == 4 or layout.zero == 3
-        states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
+        unmixed = self.size >= 4 or layout.zero == 3
+        bytes_of_weight = max(4, self.size)
+        states = (self.size, gradient_bytes(layout), 12)
+        if unmixed:
+            states = (bytes_of_weight, bytes_of_weight, 2 * bytes_of_weight)
         each = [stage.held for stage in self.stages]
         peaks = self._numbers(lambda s: peak_alive(s.schedule, each.__getitem__))
         for of_rank, peak in zip(self.of_ranks, peaks, strict=True):

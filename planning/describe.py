@@ -20,7 +20,7 @@ from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 RANKS = ("dp", "cp", "pp", "tp")  # the fields of a layout whose product is its GPUs
 
 MACHINES = Path(__file__).parent / "machines"
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 Figures = dict[str, Any]  # of a machine
 Lines = Mapping[str, tuple[float, ...]]
 NETWORKS: Lines = {  # GB/s of a node, seconds of a message in us: line rates
@@ -144,7 +144,7 @@ class Layout:
     """replicas divide: 1 optimizer state, 2 + gradients, 3 + parameters; default in predict: 0"""
     recompute: Annotated[str, ("never", "selective", "always")] = "never"
     """compute activations again in backward; selective: of attention; default in predict: never"""
-    precision: Annotated[str, ("fp32", "fp16", "bf16")] = "bf16"
+    precision: Annotated[str, tuple(BYTES)] = "bf16"
     """default: bf16"""
     sequence_parallel: bool = False
     """split the positions, too, outside the cut matrices"""
@@ -262,7 +262,9 @@ class Machine:
     gathered: Annotated[str, ("kept", "again")]  # what sequence parallelism gathers, for backward
 
     def per_second(self, precision: str) -> float:
-        """FLOP/s of large matrix products."""
+        """FLOP/s of large matrix products. What has no TF32 computes it as fp32."""
+        if precision == "tf32" and precision not in self.tflops:
+            precision = "fp32"
         if precision not in self.tflops:
             raise ValueError(
                 f"--precision {precision}: {self.name} has no figure for it; "

@@ -164,12 +164,15 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     )  # fmt: skip
     if layout.recompute == "always":
         back = back.plus(there)
-        if layout.zero > 1:  # torch's stops at the last tensor that backward needs
+        # torch's stops at the last tensor that backward needs: a router needs all results.
+        if layout.zero > 1 and model.experts == 1:
             back = back.plus(Pass(product(t, h, narrow)), -1)
-    elif layout.recompute == "selective" and machine.attention != "flash":
-        back = back.plus(Pass(attention=attention[0]))
-    elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
-        back = back.plus(Pass(products / 2, 0, passed, host=launches * host / 2))
+    elif layout.recompute == "selective":
+        if machine.attention != "flash":
+            back = back.plus(Pass(attention=attention[0]))
+        if layout.zero > 1:  # torch's: every other product
+            again = Pass(products / 2, 0, passed, experts=sent, host=launches * host / 2)
+            back = back.plus(again)
     v = -(-model.vocab // tp)
     logits, last = t * v / memory, product(t, v, h)  # logits: seconds per byte of each
     head = Passes(
@@ -197,7 +200,7 @@ def _context(
 
 def gradient_bytes(layout: Layout) -> int:
     """Bytes of a parameter's gradient: bf16's are summed in fp32."""
-    return 2 if layout.precision == "fp16" else 4
+    return 2 if layout.precision == "fp16" else max(4, BYTES[layout.precision])
 
 
 def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float, float]:
@@ -221,12 +224,12 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     if layout.recompute == "selective" and layout.zero > 1:
         # torch's keeps every other product, of q k v, output, up, gate, down: q, v, up and, if
         # gated, down; the heads' output, and the block's input.
-        inside = size * ((2 + model.kv_share) * model.hidden + model.ffn) / tp
-        outside = (1 + gated) * size * model.hidden / shared
+        inside = size * ((2 + model.kv_share) * model.hidden + model.top_k * model.ffn) / tp
+        outside = (1 + gated * model.top_k) * size * model.hidden / shared
     scores = 0.0
     if unfused and layout.recompute != "selective":
         scores = (2 * size + 1) * model.heads * model.seq / tp
     late = (1 + 2 * model.kv_share) * model.hidden + model.top_k * (1 + gated) * model.ffn
     late *= size / tp
-    late += size * 2 * model.hidden
+    late += size * (1 + model.top_k) * model.hidden  # of the output's product, and of the MLPs'
     return t * (outside + inside + scores), t * size * model.hidden / shared, t * late

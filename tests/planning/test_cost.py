@@ -467,3 +467,68 @@ def test_megatrons_softmax_takes_four_matrices_at_a_time() -> None:
         for b in (1, 2)
     ]
     assert hosts[0] - hosts[1] == pytest.approx(8 * A100.host_us * 1e-6)
+
+
+MOES = [replace(MODEL, gated_mlp=gated, experts=4, top_k=2) for gated in (False, True)]
+WAYS = [  # of 8 ranks to share a batch
+    {"dp": 8}, {"dp": 4, "cp": 2}, {"dp": 4, "cp": 2, "attention": "heads"}, {"dp": 4, "tp": 2},
+    {"dp": 4, "tp": 2, "sequence_parallel": True}, {"dp": 2, "pp": 4, "schedule": "zbv"},
+    {"dp": 8, "ep": 4},
+]  # fmt: skip
+
+
+def test_every_option_is_priced_under_every_other() -> None:
+    """Two of four experts hold and compute what an MLP of twice the width does, and hold what each
+    was given and gave; to compute again holds less and takes longer; what has twice the bytes holds
+    twice as much."""
+    cases = product(MOES, WAYS, range(4), ("never", "selective", "always"), ("flash", "unfused"))
+    for experts, way, zero, recompute, attention in cases:
+        given: dict[str, Any] = {"micro_batch": 2, "batch_size": 64, "zero": zero} | way
+        if zero > 1 and "pp" in way:
+            continue
+        layout = Layout(8, recompute=recompute, **given)
+        where = replace(A100, attention=attention)
+        sparse = PricedStep(experts, layout, where)
+        wide = replace(experts, ffn=2 * experts.ffn, experts=1, top_k=1)
+        whole = PricedStep(wide, replace(layout, ep=1), where)
+        case = str((experts.gated_mlp, way, zero, recompute, attention))
+        number = 2 * 1024 * 1024 // layout.cp * 2  # bytes of the hidden states of a micro-batch
+        selective = recompute == "selective" and zero > 1
+        split = 2 if layout.sequence_parallel else 1
+        routed = number * (experts.gated_mlp / split if selective else 4)
+        assert sparse.whole - whole.whole == pytest.approx(routed), case
+        assert sparse.late - whole.late == number, case
+        assert sparse.entry == whole.entry < sparse.whole, case
+        there, back = sparse.block.forward, sparse.block.backward
+        # All of it is sent again where the results of experts are not kept.
+        again = recompute == "always" or selective
+        assert back.experts == pytest.approx(there.experts * (1 + again)), case
+        products = {"always": 3, "selective": 2.5 if selective else 2, "never": 2}[recompute]
+        assert back.products == pytest.approx(products * there.products, rel=1e-3), case
+        never = PricedStep(experts, replace(layout, recompute="never"), where)
+        assert sparse.whole <= never.whole and back.seconds >= never.block.backward.seconds, case
+        kept = attention == "flash" or recompute == "never"
+        assert (back.attention == never.block.backward.attention) == kept or recompute == "always"
+        single, double = (
+            PricedStep(experts, replace(layout, precision=precision), replace(where, loss="plain"))
+            for precision in ("fp32", "fp64")
+        )
+        for before, after in zip(single.stages, double.stages, strict=True):
+            assert after.held == pytest.approx(2 * before.held, rel=0.1), case
+            assert after.working == pytest.approx(2 * before.working, rel=0.1), case
+        assert [each[:3] for each in double.memory] == [
+            tuple(2 * size for size in each[:3]) for each in single.memory
+        ], case
+
+
+def test_tf32_is_fp32_where_a_machine_has_none() -> None:
+    """In memory anywhere."""
+    layout = Layout(8, dp=8, batch_size=64, precision="fp32")
+    for name, faster in (("a100-80gb", True), ("v100", False)):
+        single, tensor = (
+            PricedStep(MODEL, replace(layout, precision=precision), machine(name))
+            for precision in ("fp32", "tf32")
+        )
+        assert tensor.memory == single.memory
+        assert (tensor.seconds < 0.6 * single.seconds) == faster
+        assert (tensor.seconds == single.seconds) != faster
