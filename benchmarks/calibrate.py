@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -105,6 +106,10 @@ def _figures(group: Communicator, vector: torch.Tensor) -> dict[str, float]:
     added = seconds(lambda: vector.add_(1.0))
     x, y = torch.randn(256, 512), torch.randn(512, 512)  # a product of a millisecond or two
     alone = seconds(lambda: x @ y)
+    rates = {}  # of other precisions, over fp32's
+    for name, dtype in (("fp64", torch.float64), ("bf16", torch.bfloat16)):
+        a, b = x.to(dtype), y.to(dtype)
+        rates[name] = alone / seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
 
     def exchanged(kib: int, products: int = 1) -> float:
         """Seconds of some products and an all-reduce."""
@@ -121,7 +126,8 @@ def _figures(group: Communicator, vector: torch.Tensor) -> dict[str, float]:
     return {
         "best": max(block[0] / block[1] for block in blocks), "flops": flops / products,
         "added": 2 * vector.nbytes / added, "moved": moved / others, "kernel": _kernel(),
-        "skew": skew, **{f"{kib} KiB": exchanged(kib) - (1 + skew) * alone for kib in MESSAGES},
+        "skew": skew, **rates,
+        **{f"{kib} KiB": exchanged(kib) - (1 + skew) * alone for kib in MESSAGES},
     }  # fmt: skip
 
 
@@ -135,7 +141,11 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     peak = peak_bytes(torch.device("cpu"))
     group, vector = Communicator(dist.group.WORLD), torch.randn(1 << 24)
-    rounds = [_figures(group, vector) for _ in range(REPEATS)]
+    rounds = []
+    for k in range(REPEATS):
+        rounds.append(_figures(group, vector))
+        if rank == 0:
+            print(f"round {k + 1} of {REPEATS} is measured", file=sys.stderr, flush=True)
     if rank == 0:
         found = {name: median(each[name] for each in rounds) for name in rounds[0]}
         found["peak"] = peak / 2**30
@@ -144,9 +154,10 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
 
 
 def calibrate() -> dict[str, Any]:
-    """The figures of a machine file."""
+    """The figures of a machine file. Its progress is printed on the standard error."""
     cores = os.cpu_count() or 1
     ranks = min(max(2, cores), MAX_PROCESSES)
+    print(f"Measuring this computer, {ranks} processes: a minute", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures"
         spawn(_measure, (f"{folder}/store", str(result), ranks), nprocs=ranks)
@@ -158,7 +169,10 @@ def calibrate() -> dict[str, Any]:
     hop = max(float(latency), 1e-6) / (2 * (ranks - 1))
     return {
         "source": "measured by benchmarks.calibrate", "gpus_per_node": cores,
-        "memory_gb": round(memory / cores, 2), "tflops": {"fp32": round(found["best"] / 1e12, 4)},
+        "memory_gb": round(memory / cores, 2), "tflops": {
+            name: round(found["best"] / 1e12 * found.get(name, 1.0), 4)
+            for name in ("fp64", "fp32", "bf16")
+        },
         "memory_gbs": round(found["added"] / 1e9, 2),
         "link_gbs": round(float(1 / slope / 1e9), 2) if slope > 0 else 10.0,
         "network_gbs": 1.25, "matmul_efficiency": round(found["flops"] / found["best"], 3),
@@ -167,7 +181,7 @@ def calibrate() -> dict[str, Any]:
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
         "slices_us": 0.0, "collective_us": 0.0, "staged_us": 0.0,
         "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
-        "reserve_gb": round(found["peak"], 3), "error": 0.12, "measured_nodes": 1,
+        "reserve_gb": round(found["peak"], 3), "error": 0.0, "measured_nodes": 0,
         "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip
 

@@ -253,7 +253,8 @@ class Machine:
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
     overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
-    # Runs that were kept back: the error that two of three stayed within, and the most nodes.
+    # Runs that were kept back: the error that two of three stayed within, and the most nodes; 0
+    # without any. A file does not have them from the machine that it is like.
     error: float
     measured_nodes: int
     attention: Annotated[str, ("flash", "unfused")]
@@ -342,7 +343,9 @@ def _read(path: Path, said: str) -> Figures:
         ) from None
     like = own.pop("like", None)
     others = _read(MACHINES / f"{like}.yaml", f"{said}, like: {like}") if like else {}
-    return others | {"name": path.stem} | own
+    # How right the planner is on another machine says nothing of this one.
+    unmeasured = {"error": 0.0, "measured_nodes": 0}
+    return others | unmeasured | {"name": path.stem} | own
 
 
 def machines() -> list[str]:

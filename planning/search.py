@@ -4,9 +4,9 @@ Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its 
 simulated in the order of their bounds, until a bound is above all that is asked for. So the search
 finds what simulating all layouts would find.
 
-A prediction is off by a few percent (docs/planning.md), so layouts that differ by less than two
-such errors together count as equal. Of these the search prefers the one with the fewest kinds of
-parallelism, then with the least memory in whole GiB, then the fastest.
+The search takes the fastest. On measured runs that lost less than to prefer fewer kinds of
+parallelism among those that are equal within the planner's error (docs/planning.md). Only where
+predictions are equal to three digits the fewest kinds decide, then the least memory in whole GiB.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
 
 
 def fastest(steps: Iterable[PricedStep], top: int) -> list[PricedStep]:
-    """The fastest steps that fit, fastest first: at least all that are equal to the first, and one
-    of each of `top` cuts of the model."""
+    """The fastest steps that fit, fastest first: at least all that are `equal` to the first, and
+    one of each of `top` cuts of the model."""
     best: list[PricedStep] = []
     for step in sorted(steps, key=lambda step: step.least_seconds):
         rows = one_of_each_cut(best)
         if len(rows) >= top:
-            slowest = max(rows[top - 1].seconds, slowest_equal(best[0]))
+            slowest = max(rows[top - 1].seconds, 1.01 * best[0].seconds)  # 1.00 to 1.01: equal
             if step.least_seconds > slowest:
                 break
         if step.fits:
@@ -125,17 +125,17 @@ def limits(step: PricedStep) -> tuple[float, float]:
     return step.seconds * (1 - step.machine.error), step.seconds * (1 + step.machine.error)
 
 
-def slowest_equal(step: PricedStep) -> float:
-    """The seconds up to which another layout is equal: two errors add up to √2 of one."""
-    return step.seconds * (1 + math.sqrt(2) * step.machine.error)
+def equal(step: PricedStep, other: PricedStep) -> bool:
+    """Whether their seconds are equal to three digits."""
+    return f"{step.seconds:.3g}" == f"{other.seconds:.3g}"
 
 
 def preferred(steps: Sequence[PricedStep]) -> PricedStep:
-    """Of steps, the fastest first: of those that are equal to the first, the one with the fewest
+    """Of steps, the fastest first: of those that are `equal` to the first, the one with the fewest
     kinds of parallelism, of these the one with the least memory in whole GiB, and of these the
-    fastest. What is larger than all runs that the planner has seen comes last."""
-    equal = [step for step in steps if step.seconds <= slowest_equal(steps[0])]
-    return min(equal, key=lambda step: (beyond(step), kinds(step.layout), round(step.memory_gb)))
+    fastest."""
+    alike = [step for step in steps if equal(step, steps[0])]
+    return min(alike, key=lambda step: (kinds(step.layout), round(step.memory_gb)))
 
 
 def beyond(step: PricedStep) -> int:
@@ -150,17 +150,20 @@ def doubts(step: PricedStep) -> str:
     """How sure all of this is, in a few lines."""
     where = step.machine
     said = (
-        f"Two out of three unseen runs came within {where.error:.0%} of the prediction. Layouts "
-        f"that differ by less than {math.sqrt(2) * where.error:.1%} count as equal.\nOf these the "
-        "first row uses the fewest kinds of parallelism; ties go to the least memory in whole "
-        "GiB, then to the fastest."
+        "The first row is the fastest; of rows equal to three digits, that with the fewest kinds "
+        "of parallelism, then with the least memory in whole GiB."
     )
+    if where.measured_nodes:
+        said += (
+            f"\nTwo out of three unseen runs came within {where.error:.0%} of the prediction: "
+            "layouts closer than that may come in another order."
+        )
     if step.layout.cp > 1 or step.layout.ep > 1:
         said += (
             "\nNo run cut sequences or shared experts: what this costs is counted, not measured."
         )
     if not where.measured_nodes:
-        return f"{said}\nBut no run was on this machine: nobody knows how wrong it is here."
+        return f"{said}\nNo run was on this machine: nobody knows how wrong it is here."
     if most := beyond(step):
         said += f"\nBut no run was on more than {most} nodes: nobody knows how wrong it is here."
     return said
@@ -204,16 +207,16 @@ def search(
 
 def why(best: PricedStep, other: PricedStep) -> str:
     """One clause: why the other layout is not taken: it is slower, and what takes longer in it, or
-    as fast for all that is known."""
+    it is equal."""
     slower = other.seconds / best.seconds - 1
-    if other.seconds <= slowest_equal(best):
+    if equal(other, best):
         more = other.memory_gb - best.memory_gb
         memory = f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
         if memory.startswith("0.0"):
             memory = "as much memory"
         number = kinds(other.layout)
         noun = "kind" if number == 1 else "kinds"
-        return f"equal ({slower:+.1%}): it needs {memory}, and {number} {noun} of parallelism"
+        return f"equal: it needs {memory}, and {number} {noun} of parallelism"
     if other.layout.recompute != "never" == best.layout.recompute:
         return f"{slower:.1%} slower: it computes every forward twice"
     grown = {part: seconds - best.parts[part] for part, seconds in other.parts.items()}

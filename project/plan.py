@@ -175,7 +175,7 @@ def run_search(args: argparse.Namespace) -> None:
           f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip
     for step in best:
         least, most = search.limits(step)
-        between = f"{least:.3g} and {most:.3g}"
+        between = f"{least:.3g} and {most:.3g}" if where.measured_nodes else "not known"
         print(f"{step.seconds:8.4g} {between:>16} {step.tokens_per_second:11,.0f} "
               f"{step.memory_gb:6.1f}  {search.options(step.layout)}")  # fmt: skip
         if step is not best[0]:

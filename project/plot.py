@@ -15,6 +15,8 @@ means, error bars standard deviations; the first epoch or step is slower and lef
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -142,14 +144,25 @@ def describe(*runs: Run) -> str:
 
 def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
-    with the most. Raises UserError if there is none, with the command that makes it."""
-    strategy, _, ranks = word.partition("=")
-    if strategy not in STRATEGIES:
-        return Run(Path(word))
-    folders = [path.parent for path in root.glob(f"{strategy}{ranks or '*'}/{SUMMARY}")]
-    made = {int(n): f for f in folders if (n := f.name.removeprefix(strategy)).isdecimal()}
+    with the most; ddp2 is ddp=2, unless there is such a folder. Raises UserError if there is none,
+    with the command that makes it."""
+    strategy, equals, ranks = word.partition("=")
+    if not equals:
+        strategy = word.rstrip("0123456789")
+        ranks = word.removeprefix(strategy)
+    for folder in (Path(word), root / word):
+        if strategy not in STRATEGIES or (ranks and folder.is_dir()):
+            return Run(folder)
+    made = {}
+    for path in root.glob(f"{strategy}*/{SUMMARY}"):  # ddp2, or 3d2x1x2-cp2: ranks on each axis
+        lengths = path.parent.name.removeprefix(strategy)
+        if re.fullmatch(r"\d+((x|-[a-z]+)\d+)*", lengths):
+            made[math.prod(map(int, re.findall(r"\d+", lengths)))] = path.parent
+    if ranks:
+        made = {number: folder for number, folder in made.items() if str(number) == ranks}
     if not made:
-        size = f" --world_size {ranks}" if ranks else ""
+        own = STRATEGIES[strategy].axis
+        size = f" --{'world_size' if own else 'dp'} {ranks}" if ranks else ""
         into = "" if root == WORKDIR else f" --workdir {shlex.quote(f'{root}/{strategy}{ranks}')}"
         raise UserError(
             f"no finished run in {root}/{strategy}{ranks or 'N'}; make it with: python "

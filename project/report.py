@@ -2,7 +2,7 @@
 
     python project/report.py workdir                            writes workdir/report.html
     python project/report.py workdir_ddp workdir_3d --machine machine.yaml --output both.html
-    python project/report.py --explore                          writes explore.html, of no run
+    python project/report.py --explore                          of no run: workdir/explore.html
 
 Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, every
 idle gap explained, memory per rank, and whether its weights are those of one process
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -51,6 +51,7 @@ from project.figures.gantt import draw_step
 from project.figures.pages import PAGE, fill_template, stepper
 from project.figures.runs import Run, actions_of, duration
 from project.plan import machine_named
+from project.plot import WORKDIR
 from project.plot import describe as in_words
 from runtime.axes import place_of
 from training.files import OPTIONS, writing
@@ -66,7 +67,7 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--explore", action="store_true", help="a page to learn with, which needs no run")
     add("--machine", metavar="NAME", help="predict the runs for it, as plan.py --machine does")
     add("--output", type=Path, metavar="FILE",
-        help="default: report.html in the first run's folder, or explore.html")  # fmt: skip
+        help="default: report.html in the first run's folder, or workdir/explore.html")  # fmt: skip
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
         help="HTML template, such as a course's; default: project/page/report.html")  # fmt: skip
     args = parser.parse_args(argv)
@@ -105,10 +106,10 @@ class Reported(Run):
         return fmean(step["tokens_per_sec"] * step["seconds"] for step in steps)
 
     @property
-    def seconds(self) -> float:
-        """The seconds of a step: the median of all but the first."""
-        steps = self.finished["step_seconds"]
-        return median(steps[1:] or steps)
+    def behind(self) -> float:
+        """By which part of the mean of all ranks the slowest is later, in the time of epochs."""
+        times = [[rank["training_time"] for rank in epoch] for epoch in self.epochs]
+        return fmean(max(epoch) / fmean(epoch) - 1 for epoch in times[1:] or times)
 
     @property
     def memory(self) -> float:
@@ -255,11 +256,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(str(error)) from None
     if args.explore:
         text = fill_template(PAGE / "explore.html", **stepper())
-        output = args.output or Path("explore.html")
+        output = args.output or WORKDIR / "explore.html"
     else:
         text = render(reported(args.runs, machine), args.template)
         output = args.output or args.runs[0] / "report.html"
     with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     print(f"The page is {output}.")
 

@@ -41,7 +41,8 @@ def draw_bars(path: Path, bars: Sequence[Bar], title: str, ylabel: str, foot: st
             above = with_error(base, bar.std, "\n± ")
             ax.text(x, base + bar.std + 0.02 * top, above, ha="center", va="bottom")
         ax.set_xticks(range(len(bars)), [bar.label.replace(", ", "\n") for bar in bars])
-        ax.set(xlim=(-0.6, max(1, len(bars)) - 0.4), ylim=(0, 1.2 * top), title=ylabel)
+        ax.set(xlim=(-0.6, max(1, len(bars)) - 0.4), ylim=(0, 1.2 * top))
+        ax.set_title("" if title.startswith(ylabel) else ylabel)
         if any(len(bar.parts) > 1 for bar in bars):
             legend(fig, {kind for bar in bars for kind, value in bar.parts.items() if value})
     return path

@@ -20,7 +20,7 @@ from statistics import fmean, median, median_low
 
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import Action, Kind, dependencies, ended_with
-from planning.simulate import Gap, Simulation, Simulator, Work
+from planning.simulate import EXCHANGE, Gap, Simulation, Simulator, Work
 from runtime.axes import place_of
 from training.launch.errors import UserError
 from training.timeline import Event
@@ -37,15 +37,22 @@ def micro_batches(workers: Workers) -> int:
     return len({e.microbatch for events in workers.values() for e in events if e.kind == "F"})
 
 
+def action_of(event: Event, num_stages: int) -> Action | None:
+    """Of which action an event is a part: a layer's event, without stages, of its one stage's. None
+    of recomputation, messages, updates."""
+    if event.kind not in ("F", "B", "I", "W"):
+        return None
+    stage = event.stage if num_stages > 1 else 0
+    return Action(Kind(event.kind), stage, max(0, event.microbatch))
+
+
 def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
     """The actions of a step, per worker. Without stages, a layer's events are parts of one."""
     rows = []
     for events in workers.values():
         row: ActionTimes = {}
         for e in events:
-            if e.kind in ("F", "B", "I", "W"):
-                stage = e.stage if num_stages > 1 else 0
-                action = Action(Kind(e.kind), stage, max(0, e.microbatch))
+            if action := action_of(e, num_stages):
                 start, end = row.get(action, (e.start, e.end))
                 row[action] = min(start, e.start), max(end, e.end)
         rows.append(row)
@@ -135,27 +142,36 @@ class Compared:
         """Seconds of the step."""
         return duration(self.events)
 
+    @cached_property
+    def span(self) -> float:
+        """Seconds from the first action of any worker to the end of the last."""
+        return duration(actions_of(self.events))
+
     @property
     def bubble(self) -> float:
-        """The share of the time from the first action to the last in which a worker has none."""
+        """The share of the span in which a worker is idle: it has no action."""
         return fmean(bubbles(self.events).values())
 
     @cached_property
     def waits(self) -> dict[str, list[Gap]]:
-        """Per worker, every measured gap, with what the predicted one before the same action waits
-        for. Its causes are that one's, as long as that one; the rest was not predicted."""
+        """Per worker, every gap of the span, with what the predicted one before the same action
+        waits for. Its causes are that one's, as long as that one; the rest was not predicted."""
         predicted = {}
-        for gap in sorted(self.predicted.gaps, key=lambda gap: gap.end - gap.start):
-            predicted[gap.rank, gap.before] = gap  # of two at the end of the step the longer one
-        rows, gaps_of = rows_of(self.events, len(self.ranks)), {}
-        for (name, events), r, row in zip(self.events.items(), self.rank_of, rows, strict=True):
+        for gap in self.predicted.gaps:
+            if EXCHANGE not in gap.causes:  # that comes after the span
+                predicted[gap.rank, gap.before] = gap
+        actions, gaps_of = actions_of(self.events), {}
+        begin = min(e.start for events in actions.values() for e in events)
+        for (name, events), r in zip(actions.items(), self.rank_of, strict=True):
             busy: list[tuple[float, float, Action | None]]
-            busy = [(*times, action) for action, times in row.items()]
-            busy += [(e.start, e.end, None) for e in events if e.kind in ("R", "optimizer")]
-            free, gaps_of[name] = 0.0, list[Gap]()
-            busy.append((self.measured, self.measured, None))
-            for start, end, before in sorted(busy, key=lambda each: each[:2]):
-                if start - free > 1e-3 * self.measured:
+            busy = [(e.start, e.end, action_of(e, len(self.ranks))) for e in events]
+            free, gaps_of[name] = begin, list[Gap]()
+            busy.append((begin + self.span, begin + self.span, None))
+            busy.sort(key=lambda each: each[:2])
+            for k, (start, end, _) in enumerate(busy):
+                if start > free:
+                    # What is computed again is for the action after it.
+                    before = next((action for *_, action in busy[k:] if action), None)
                     like = predicted.get((r, before), Gap(r, 0.0, 0.0, before, None, {}))
                     length = sum(like.causes.values()) or 1.0
                     part = min(1.0, (start - free) / length)
@@ -167,7 +183,7 @@ class Compared:
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
-        """Per worker, its idle seconds by each cause that occurs in the step."""
+        """Per worker, its idle seconds by each cause that occurs; in all those of `bubble`."""
         causes = dict.fromkeys(
             cause for gaps in self.waits.values() for gap in gaps for cause in gap.causes
         )
@@ -178,8 +194,8 @@ class Compared:
 
 
 def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
-    """A recorded step, by default the one of median duration, beside its prediction: from `work`,
-    or from the medians of all recorded steps.
+    """A recorded step, by default the one nearest to the median of all of the run, beside its
+    prediction: from `work`, or from the medians of all recorded steps.
 
     Raises:
         UserError: the step was not recorded, or there is none in which all workers had work.
@@ -190,7 +206,10 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     if not steps:
         raise UserError("in no recorded step all workers had work; record more, with --timeline")
     if step is None:
-        _, step = median_low((duration(rows), k) for k, rows in steps.items())
+        seconds = {k: duration(rows) for k, rows in steps.items()}
+        finished = "step_seconds" in run.summary
+        usual = run.seconds if finished else median_low(seconds.values())
+        step = min(steps, key=lambda k: abs(seconds[k] - usual))
     shown = in_step(workers, step)
     if not any(shown.values()):
         known = [event.step + 1 for events in workers.values() for event in events]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from runtime.axes import ranks_of, sizes
@@ -53,6 +53,12 @@ class Run:
         if "step_seconds" not in self.summary:
             raise UserError(f"{self.folder} has no {SUMMARY}; name the --workdir of a finished run")
         return self.summary
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a step: the median of all but the first."""
+        steps = self.finished["step_seconds"]
+        return median(steps[1:] or steps)
 
     @property
     def shape(self) -> dict[str, int]:

@@ -137,9 +137,10 @@ function memory(row, total, most, chunks) {
 }
 
 function ticks(total) {
-  const step = [0.25, 0.5, 1, 2, 5, 10, 20, 50].find((each) => total / each <= 12) ?? 100;
+  const power = 10 ** Math.floor(Math.log10(total / 12)); // at most 12 marks, of 1, 2 or 5 times a power of 10
+  const step = power * [1, 2, 5, 10].find((each) => total / (power * each) <= 12);
   const times = Array.from({ length: Math.floor(total / step) + 1 }, (_, k) => k * step);
-  return times.filter((time) => time < 0.98 * total).map((time) => `<small style="left:${100 * time / total}%">${number(time)}</small>`).join("") +
+  return times.filter((time) => time < 0.98 * total).map((time) => `<small style="left:${100 * time / total}%">${Number(time.toPrecision(3))}</small>`).join("") +
     `<small class="end">${number(total)}</small>`;
 }
 
@@ -329,11 +330,12 @@ lanes.addEventListener("keydown", (event) => {
   else if (event.key === "Home" || event.key === "End") focusOn([rank, event.key === "Home" ? 0 : lists[rank].length - 1]);
   else if (right && event.shiftKey) shift([rank, k], right);
   else if (right && lists[rank][k + right]) focusOn([rank, k + right]);
-  else if (down && lists[rank + down]?.length) {
-    const other = within(lists[rank + down].slice(1), k);
-    if (event.shiftKey) move(rank, k, rank + down, within(lists[rank + down], k));
-    else focusOn([rank + down, other]);
-  } else if (!right && !down) return;
+  else if (down && event.shiftKey && lists[rank + down]) move(rank, k, rank + down, within(lists[rank + down], k));
+  else if (down) {
+    let other = rank + down; // the next rank that has actions
+    while (lists[other] && !lists[other].length) other += down;
+    if (lists[other]) focusOn([other, within(lists[other].slice(1), k)]);
+  } else if (!right) return;
   event.preventDefault();
 });
 document.addEventListener("keydown", (event) => {

@@ -470,7 +470,7 @@ def test_megatrons_softmax_takes_four_matrices_at_a_time() -> None:
 
 
 MOES = [replace(MODEL, gated_mlp=gated, experts=4, top_k=2) for gated in (False, True)]
-WAYS = [  # of 8 ranks to share a batch
+WAYS: list[dict[str, Any]] = [  # of 8 ranks to share a batch
     {"dp": 8}, {"dp": 4, "cp": 2}, {"dp": 4, "cp": 2, "attention": "heads"}, {"dp": 4, "tp": 2},
     {"dp": 4, "tp": 2, "sequence_parallel": True}, {"dp": 2, "pp": 4, "schedule": "zbv"},
     {"dp": 8, "ep": 4},

@@ -40,9 +40,9 @@ def test_the_search_finds_what_trying_everything_finds(name: str, gpus: int, bat
         )
 
 
-def test_of_equal_layouts_the_simplest_is_preferred() -> None:
-    """Layouts are equal if they differ by less than √2 times the error of one. Fewer kinds of
-    parallelism come first, then less memory; and what was never measured comes last."""
+def test_the_fastest_is_preferred_and_of_equal_layouts_the_simplest() -> None:
+    """Equal are those of which three digits are. Fewer kinds of parallelism come first, then less
+    memory."""
 
     def step(seconds: float, where: str = "h100", **given: Any) -> PricedStep:
         layout = Layout(**({"gpus": 16, "batch_size": 256} | given))
@@ -50,26 +50,27 @@ def test_of_equal_layouts_the_simplest_is_preferred() -> None:
         vars(priced)["_times"] = [seconds, seconds, seconds]
         return priced
 
-    staged, plain = step(1.0, dp=8, pp=2), step(1.05, dp=16)
+    staged, plain = step(1.0, dp=8, pp=2), step(1.004, dp=16)
     assert (kinds(staged.layout), kinds(plain.layout)) == (2, 1)
-    assert preferred([staged, plain]) is plain  # within 1.0707
-    assert preferred([staged, step(1.08, dp=16)]) is staged
-    sharded = step(1.055, dp=16, zero=1)
+    assert preferred([staged, plain]) is plain  # both are 1.00
+    assert preferred([staged, step(1.006, dp=16)]) is staged
+    sharded = step(1.0041, dp=16, zero=1)
     assert preferred([staged, plain, sharded]) is sharded
-    assert why(sharded, staged).startswith("equal (-5.2%): it needs ")
-    quick, small = step(1.0, dp=16), step(1.05, dp=16)
+    assert why(sharded, staged).startswith("equal: it needs ")
+    quick, small = step(1.0, dp=16), step(1.004, dp=16)
     for gib, taken, said in ((8.0, quick, "as much memory"), (8.2, quick, "0.2 GiB less"),
                              (9.2, small, "1.2 GiB less")):  # fmt: skip
         for each, size in ((quick, gib), (small, 8.0)):
             vars(each)["memory"] = [Memory(size * GIB, 0, 0, 0, 0, 0)]
         assert preferred([quick, small]) is taken  # the least memory in whole GiB, then the fastest
-        assert why(quick, small) == f"equal (+5.0%): it needs {said}, and 1 kind of parallelism"
+        assert why(quick, small) == f"equal: it needs {said}, and 1 kind of parallelism"
     gathered = step(1.0, "h100-megatron", gpus=256, dp=256, zero=3)
     known = step(1.0, "h100-megatron", gpus=256, dp=128, tp=2)
-    assert preferred([gathered, known]) is known
     assert "no run was on more than 16 nodes: nobody knows" in doubts(gathered)
     assert "within 6%" in doubts(known) and "nobody" not in doubts(known)
-    assert "no run was on this machine" in doubts(step(1.0, "b200", dp=16))
+    for unmeasured in ("b200", "h200"):  # files that are like a measured machine
+        said = doubts(step(1.0, unmeasured, dp=16))
+        assert "No run was on this machine" in said and "within" not in said
     assert "counted, not measured" in doubts(step(1.0, dp=8, cp=2))
     assert "counted" not in doubts(staged)
 
@@ -108,10 +109,6 @@ def test_why_a_layout_is_slower() -> None:
     for change, reason in (
         ({"recompute": "always"}, "% slower: it computes every forward twice"),
         ({"dp": 2, "pp": 8}, r"% slower: \d+% of the step is the filling and draining of its pipe"),
-        (
-            {"zero": 1},
-            r"^equal \([+-]\d\.\d%\): it needs \d\.\d GiB less, and 1 kind of parallelism$",
-        ),
     ):
         other = PricedStep(MODEL, replace(best.layout, **change), A100)
         assert re.search(reason, why(best, other))

@@ -74,7 +74,7 @@ def test_the_commands_of_the_documentation(said: Said) -> None:
     assert f"step                {seconds:10.6g}\n" in found
     assert f"bubble              {1 - 600 / seconds:10.2%} " in found
     chosen = said(f"search {XL} --top 2")
-    assert chosen.count(" --micro_batch 4 ") == 2
+    assert chosen.count(" --micro_batch 4 ") == 1 and "% slower: " in chosen
     documented = Path(__file__).parents[2].joinpath("docs/planning.md").read_text("utf-8")
     assert indent(said(f"search {XL}"), "    ").rstrip() in documented
 

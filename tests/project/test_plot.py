@@ -364,8 +364,11 @@ def test_runs_that_are_missing(tmp_path: Path) -> None:
     (folder / "timeline_rank1.json").unlink()
     missing = f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
     check("split_time ddp=2", missing)
-    for name in ("/no/such", "dp=2", "ddp2"):
+    for name in ("/no/such", "dp=2"):
         check(f"throughput {name}", f"{name}: there is no such folder; name the --workdir of a run")
+    for name, how in (("ddp4", "ddp --world_size 4"), ("3d8", "3d --dp 8"), ("3d", "3d")):
+        made = f"make it with: python project/train.py {how} --num_batches 9 "
+        check(f"memory {name}", made)
     check("throughput ddp=-1", f"no finished run in {tmp_path}/ddp-1; make it with: ")
     (folder / "summary.json").write_text("{")
     check("memory ddp=2", "summary.json cannot be read")
