@@ -57,7 +57,10 @@ def draw_curves(
         for ax, (heading, curves) in zip(axes, panels.items(), strict=True):
             for k, (name, values) in enumerate(curves.items()):
                 # Of curves that coincide, each is seen: the later are drawn over wider ones.
-                look = {"color": LINES[k % len(LINES)], "linewidth": 1.5 * (len(curves) - k)}
+                look: dict[str, Any] = {
+                    "color": LINES[k % len(LINES)],
+                    "linewidth": 1.5 * (len(curves) - k),
+                }
                 line = "o-" if len(values) < 30 else "-"
                 ax.plot([*values], [*values.values()], line, label=name, **look)
             ax.set(title=heading, xlabel=xlabel, ylim=(0, 1.1 * ax.get_ylim()[1]))
