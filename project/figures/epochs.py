@@ -56,13 +56,9 @@ def draw_curves(
     with picture(path, title, foot, (5 * max(2, len(panels)), 5.6), ncols=len(panels)) as (_, axes):
         for ax, (heading, curves) in zip(axes, panels.items(), strict=True):
             for k, (name, values) in enumerate(curves.items()):
-                # Of curves that coincide, each is seen: the later are drawn over wider ones.
-                look: dict[str, Any] = {
-                    "color": LINES[k % len(LINES)],
-                    "linewidth": 1.5 * (len(curves) - k),
-                }
                 line = "o-" if len(values) < 30 else "-"
-                ax.plot([*values], [*values.values()], line, label=name, **look)
+                x, y, colour = [*values], [*values.values()], LINES[k % len(LINES)]
+                ax.plot(x, y, line, label=name, c=colour, lw=1 + len(curves) - k)  # all are seen
             ax.set(title=heading, xlabel=xlabel, ylim=(0, 1.1 * ax.get_ylim()[1]))
             ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
             if ax is axes[0] and len(curves) > 1:
