@@ -279,17 +279,17 @@ def group_by_size(
     """Groups tensors, in their order, by type, device and kind, into at most `most_bytes` each,
     unless a single one is larger. Groups come in the order of their last tensors."""
     tensors = list(tensors)
-    done: list[list[int]] = []  # places in the list
-    filling: dict[Hashable, list[int]] = {}  # one open group of each
+    groups: list[list[int]] = []  # places in the list
+    filling: dict[Hashable, list[int]] = {}  # the last group of each
     for i, t in enumerate(tensors):
         alike = (t.dtype, t.device, kind(t))
-        group = filling.setdefault(alike, [])
-        if group and sum(tensors[k].nbytes for k in group) + t.nbytes > most_bytes:
-            done.append(group)
-            group = filling[alike] = []
-        group.append(i)
-    full = sorted([*done, *filling.values()], key=lambda group: group[-1])
-    return [[tensors[i] for i in group] for group in full]
+        filled = sum(tensors[k].nbytes for k in filling.get(alike, ()))
+        if not filled or filled + t.nbytes > most_bytes:
+            filling[alike] = []
+            groups.append(filling[alike])
+        filling[alike].append(i)
+    groups.sort(key=lambda group: group[-1])
+    return [[tensors[i] for i in group] for group in groups]
 
 
 def make_dense(p: nn.Parameter) -> None:
