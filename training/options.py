@@ -128,7 +128,7 @@ class Data:
     """use at most this many training examples, or all; default: 5000 of the built-in text, all of
     your own data"""
     n_validation: Size = None
-    """the same for validation examples; default: 1000, or all of your own"""
+    """the same for validation examples; default: 1000, of pictures of your own all"""
     n_test: Size = None
     """the same for test pairs; default: 100, or all of your own; plain text has no test split"""
     src: str = "de"

@@ -53,6 +53,20 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     assert task.notes == ["no validation split: 5 % of the text is taken from its end."]
 
 
+def test_no_more_is_held_out_than_is_validated(
+    one: Learned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is for training. A text of any size is validated in the same time."""
+    monkeypatch.setattr("training.tasks.language.HELD_OUT", 2)
+    whole, capped = (made(f"{one.line} --n_train all --n_validation {n}") for n in ("all", 2))
+    assert len(capped.examples["validation"]) == 2 < len(whole.examples["validation"])
+    tokens = [sum(len(x.part) for x in task.examples.values()) for task in (whole, capped)]
+    assert tokens[0] == tokens[1]
+    assert capped.notes == [
+        "no validation split: 33 tokens (--n_validation) are taken from its end."
+    ]
+
+
 def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     """As at the end of the run; and as what follows the end of a document, line by line, whatever
     is beside it."""

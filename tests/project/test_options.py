@@ -234,7 +234,8 @@ CHOSEN: dict[str, dict[str, object]] = {
         "n_train": 5000, "strategy": "ddp", "timeline": 20,
     },
     # Of your own data all is used.
-    DP + "--dataset mine": {"n_train": None, "n_validation": None, "n_test": None},
+    DP + "--dataset mine": {"n_train": None, "n_validation": 1000, "n_test": None},
+    DP + "--dataset mine --n_validation all": {"n_validation": None},
     PP + "--n_train 7 --n_test all": {"n_train": 7, "n_validation": 1000, "n_test": None},
     DP + "--model gpt2": {"learning_rate": 1e-4},
     DP + "--model gpt2 --n_embd 384": {"learning_rate": 1e-3},

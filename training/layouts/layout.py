@@ -189,9 +189,8 @@ class LaidOutModel(ABC):
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """The task's `measure` of the outputs; None on ranks that do not see them."""
-        if x is None:  # no batch left; a forward needs no other rank
-            return None
-        output = self.outputs(self.task.to_measure(x, target))
+        # None: no batch left; a forward needs no other rank.
+        output = None if x is None else self.outputs(self.task.to_measure(x, target))
         return None if output is None else self.task.measure(output, target)
 
     @abstractmethod

@@ -74,12 +74,15 @@ class LanguageTask(SequenceTask):
         args, length, chosen = self.args, self.args.model_max_length, dict(files)
         if "validation" not in files:
             stream = files["train"]
-            n = len(stream.part)
-            cut = min(n * (HELD_OUT - 1) // HELD_OUT, n - 2)  # validation predicts a token
+            n, most = len(stream.part), args.n_validation
+            share = n - n * (HELD_OUT - 1) // HELD_OUT
+            held_out = max(2, min(share, n if most is None else most * length + 1))  # predicts one
+            cut = max(0, n - held_out)
             chosen = {"train": stream.of(range(cut)), "validation": stream.of(range(cut, n))}
-            self.notes.append(
-                f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
-            )
+            taken = f"{100 // HELD_OUT} % of the text is"
+            if held_out < share:
+                taken = f"{held_out:,} tokens (--n_validation) are"
+            self.notes.append(f"no validation split: {taken} taken from its end.")
         for split, least in (("train", length), ("validation", 1)):
             tokens, most = chosen[split].part, getattr(args, f"n_{split}")
             n = max(0, len(tokens) - 1)  # the first token is not predicted
@@ -88,8 +91,9 @@ class LanguageTask(SequenceTask):
                     f"--dataset {args.dataset} --model_max_length {length}: {split} has {n} "
                     "tokens, fewer than one sequence; a smaller length, or more text, works"
                 )
-            if most is not None:
+            if most is not None and most * length < n:
                 chosen[split] = chosen[split].of(tokens[: most * length + 1])
+                self.notes.append(f"{split}: the first {most:,} sequences (--n_{split}).")
         return chosen
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002

@@ -7,9 +7,10 @@
                      documents
     anything else    the name of a dataset on the hub, with such columns
 
-A file is of the split that it, or a folder that it is in, is named after: train, validation (also
-valid, val, dev) or test, before a dot or a dash. All others are train. Rows are read anew by each
-who iterates, a few at a time.
+A file is of the split whose word is in its name, or else in the name of a folder that it is in:
+`SPLIT_WORDS`, between dots, dashes, underscores, blanks and digits, as in test_2016_flickr.de or
+newstest2014-deen.jsonl. (`datasets` goes by the same rule.) A name that says two splits is refused.
+All others are train. Rows are read anew by each who iterates, a few at a time.
 
 A text to continue is read in pieces of documents, with None after each document:
 
@@ -44,12 +45,16 @@ PathGroup = tuple[Path, ...]  # a file, or one for each language
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
-SPLIT_OF = {"valid": "validation", "val": "validation", "dev": "validation"}
-SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![^.-])", re.IGNORECASE)
+SPLIT_WORDS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev", "newsdev"},
+    "test": {"test", "testing", "eval", "evaluation", "newstest", "tst", "devtest"},
+}
+BETWEEN_WORDS = re.compile(r"[-._ \d]+")
 ABOUT_DATA = ("readme", "license")  # files that are no data
 MOST_NAMES = 3  # names of files in a line
 END = "<|endoftext|>"  # GPT-2's own: after every document
-PIECE, READ = 4096, 1 << 20  # letters
+PIECE, WORD, READ = 4096, 4096, 1 << 20  # letters
 # Where byte-level BPE has no token on both sides.
 BREAK = re.compile(r"(?<=\S\n)(?=\S)|(?<=[^\W_])(?=\s+\S)")
 
@@ -92,10 +97,10 @@ def find_source(dataset: str, src: str, tgt: str, world: World) -> Source:
         # Nobody can set the last of the times back.
         identity = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
         read = partial(rows_of_files, dataset, (src, tgt))
-        ending = names[0].suffix.lower()
-        notes = [_which_files(files)] if path.is_dir() and ending in READERS else []
+        told = path.is_dir() and dataset != BUILTIN
+        notes = [_which_files(files, set(_data_in(path)) - {*names})] if told else []
         rows_of_split = {split: partial(read, group) for split, group in files.items()}
-        return Source(rows_of_split, identity, ending == ".txt", notes)
+        return Source(rows_of_split, identity, names[0].suffix.lower() == ".txt", notes)
 
 
 def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[PathGroup]]:
@@ -105,7 +110,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     of_languages = {f".{src}", f".{tgt}"}
     parallel = {file.stem for file in files if file.suffix in of_languages and file.parent == path}
     groups: dict[str, list[PathGroup]] = {}
-    for stem in filter(SPLIT_NAME.match, sorted(parallel)):
+    for stem in filter(splits_in, sorted(parallel)):
         both = path / f"{stem}.{src}", path / f"{stem}.{tgt}"
         for file, other in (both, both[::-1]):
             if not file.is_file():
@@ -137,18 +142,35 @@ def _data_in(folder: Path) -> Iterator[Path]:
             yield file
 
 
+def splits_in(name: str) -> set[str]:
+    """The splits whose words are in the name of a file or folder."""
+    found = set(BETWEEN_WORDS.split(name.lower()))
+    return {split for split, words in SPLIT_WORDS.items() if words & found}
+
+
 def split_of(*names: str) -> str:
-    """The split that the last of these names says, or train."""
-    splits = [match[1].lower() for name in names if (match := SPLIT_NAME.match(name))]
-    return SPLIT_OF.get(splits[-1], splits[-1]) if splits else "train"
+    """The split that the last of these names says, or train. Raises UserError if it says two."""
+    for name in names[::-1]:
+        match sorted(splits_in(name)):
+            case [split]:
+                return split
+            case [_, _, *_] as several:
+                raise UserError(
+                    f"--dataset: {name} may be {listed(several, 'or')}, by the words in its name; "
+                    f"with one of them, as {several[0]}-1{Path(name).suffix}, it works"
+                )
+    return "train"
 
 
-def _which_files(groups: Mapping[str, Sequence[PathGroup]]) -> str:
-    """A line that says which files are which split."""
+def _which_files(groups: Mapping[str, Sequence[PathGroup]], others: Iterable[Path]) -> str:
+    """A line that says which files are which split, and which others have a split's name."""
     texts = []
     for split, files in groups.items():
         more = f" and {len(files) - MOST_NAMES} more" if len(files) > MOST_NAMES else ""
-        texts.append(f"{split} is {', '.join(file.name for (file,) in files[:MOST_NAMES])}{more}")
+        named = ", ".join(file.name for group in files[:MOST_NAMES] for file in group)
+        texts.append(f"{split} is {named}{more}")
+    if unread := sorted(file.name for file in others if splits_in(file.name)):
+        texts.append(f"not read: {', '.join(unread)}")
     return f"{'; '.join(texts)}."
 
 
@@ -298,11 +320,12 @@ def _documents(file: BinaryIO) -> Iterator[TextPiece]:
 
 def pieces(text: str) -> Iterator[str]:
     """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
-    one document."""
+    one document. Where as many letters have no blank between them (DNA, base64), it is cut all the
+    same: the time for a word grows with the square of its length."""
     first = 0
     while first < len(text):
-        after = BREAK.search(text, first + PIECE)
-        end = after.start() if after else len(text)
+        after = BREAK.search(text, first + PIECE, first + PIECE + WORD)
+        end = after.start() if after else first + PIECE + WORD
         yield text[first:end]
         first = end
 

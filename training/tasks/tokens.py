@@ -38,6 +38,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
 from .task import to_device
+from .text_files import pieces
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -92,8 +93,9 @@ def train_bpe(
     from transformers import PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
+    parts = (part for text in texts for part in pieces(text))
     bpe.train_from_iterator(
-        texts, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
+        parts, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, clean_up_tokenization_spaces=False
@@ -149,8 +151,11 @@ def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -
     if it is None. A text that looks like a special token is text: those are added by us alone."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
-    encoded = backend.encode_batch_fast([text or "" for text in texts])
-    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    parts = [[*pieces(text)] if text else [""] for text in texts]
+    encoded = backend.encode_batch_fast([*chain.from_iterable(parts)])
+    of_parts = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    firsts = np.cumsum([0, *map(len, parts)])[:-1]
+    lengths = np.add.reduceat(of_parts, firsts) if parts else of_parts
     # The ids of a text are a new list, which is gone before the next text's is made.
     ids = chain.from_iterable(one.ids for one in encoded)
     return np.fromiter(ids, np.int32, lengths.sum()), lengths

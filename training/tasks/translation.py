@@ -62,6 +62,8 @@ class TranslationTask(SequenceTask):
         self.test_pairs = last[len(last) - len(part) :]
         for split, pairs in chosen.items():
             there = counted(len(pairs), "pair")
+            if split == "validation" == parts[split][0] and len(pairs) == args.n_validation:
+                self.notes.append(f"validation: the first {there} (--n_validation).")
             if len(pairs) < args.dp:
                 raise UserError(
                     f"--dataset {args.dataset}: {split} has {there} with text on both sides, and a "

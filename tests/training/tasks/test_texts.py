@@ -123,7 +123,12 @@ def test_line_i_translates_line_i(folder: Path) -> None:
         "validation": pairs([(f"de validation {i}", f"en validation {i}") for i in range(2)]),
         "test": pairs([(f"de test {i}", f"en test {i}") for i in range(3)]),
     }
-    assert texts.notes == ["train: skipped 1 row without text on both sides."]
+    which = "test is test.de, test.en; train is train.de, train.en"
+    assert texts.notes == [
+        f"{which}; validation is validation.de, validation.en.",
+        "train: skipped 1 row without text on both sides.",
+        "validation: the first 2 pairs (--n_validation).",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -265,9 +270,14 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
     ("0.jsonl valid/train-1.jsonl valid/0.jsonl test.jsonl README.jsonl",
      {"train": ["0.jsonl", "valid/train-1.jsonl"], "validation": ["valid/0.jsonl"],
       "test": ["test.jsonl"]}),
-    ("a.txt devils.txt testament.txt training.txt valid8.txt dev.1.txt",
-     {"train": ["a.txt", "devils.txt", "testament.txt", "training.txt", "valid8.txt"],
-      "validation": ["dev.1.txt"]}),
+    ("a.txt contest.txt devils.txt testament.txt training.txt valid_8.txt dev2.txt",
+     {"train": ["a.txt", "contest.txt", "devils.txt", "testament.txt", "training.txt"],
+      "validation": ["dev2.txt", "valid_8.txt"]}),
+    ("train-00000-of-00002.jsonl test_2016_flickr.jsonl newstest2014-deen.jsonl wmt_test.jsonl "
+     "test2016.jsonl valid_1.jsonl tst-2.jsonl dev/a.jsonl", {
+         "train": ["train-00000-of-00002.jsonl"], "validation": ["dev/a.jsonl", "valid_1.jsonl"],
+         "test": ["newstest2014-deen.jsonl", "test2016.jsonl", "test_2016_flickr.jsonl",
+                  "tst-2.jsonl", "wmt_test.jsonl"]}),
     ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
      {"train": ["book.txt"], "validation": ["val.txt"]}),
     ("corpus.jsonl LICENSE.txt Readme.txt DEV.jsonl test.jsonl sub/train.de sub/train.en",
@@ -296,6 +306,15 @@ def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, l
     for split, files in expected.items():
         first = ", ".join(name.split("/")[-1] for name in files[:3])
         assert f"{split} is {first}" + " and 2 more" * (len(files) == 5) in said
+
+
+def test_a_name_of_two_splits_is_refused_and_a_packed_one_is_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "dev.jsonl.gz"):
+        (tmp_path / name).write_text(json.dumps({"de": "x", "en": "y"}))
+    assert texts_of(tmp_path).source.notes == ["train is a.jsonl; not read: dev.jsonl.gz."]
+    (tmp_path / "train_test.jsonl").touch()
+    with pytest.raises(UserError, match=r"train_test.jsonl may be test or train, .* test-1.jsonl"):
+        texts_of(tmp_path)
 
 
 def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> None:

@@ -285,6 +285,17 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     assert lengths.tolist() == [len(tokenizer(piece)["input_ids"]) for piece in found]
 
 
+def test_a_word_may_be_as_long_as_a_genome(tokenizer: Any) -> None:
+    """It is cut, and the time grows with its length, not with the square; nothing is lost. A text
+    with blanks is cut at them alone."""
+    dna, text = "GATTACA" * 60_000, "a sentence of words, " * 3_000
+    assert max(map(len, pieces(dna))) == 8192 and "".join(pieces(dna)) == dna
+    assert all(piece.startswith(" ") for piece in [*pieces(text)][1:])
+    ids, lengths = tokens_of([dna, None, text], tokenizer)
+    assert tokenizer.decode(ids[: lengths[0]]) == dna and lengths[1] == 0
+    assert ids[lengths[0] :].tolist() == tokenizer(text)["input_ids"]
+
+
 # Steps
 
 
