@@ -27,7 +27,6 @@ from training.tasks.gpt2 import PRESETS, gpt2_size
 from .command_line import is_it
 
 SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
-CAPPED = "n_validation"  # of any text, since it is evaluated after every epoch
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
@@ -68,7 +67,8 @@ def settled(args: O) -> O:
         rate *= SGD_FACTOR if args.optimizer == "sgd" else 1
     sizes: dict[str, Any] = {}
     for name, size in SPLIT_SIZES.items():
-        capped = args.dataset == "builtin" or (name == CAPPED and model != VGG)
+        # Of any text, since it is validated after every epoch.
+        capped = args.dataset == "builtin" or (name == "n_validation" and model != VGG)
         limit = getattr(args, name) or (size if capped else "all")
         sizes[name] = None if limit == "all" else limit
     timeline = args.timeline

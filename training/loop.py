@@ -118,11 +118,12 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
-    batches = task.validation_batches(model.dp_rank, model.dp_size, model.evaluated_microbatches)
-    most = max(world.gather(len(batches)))
-    for i in moving(range(most), "Validating", most, "batch", shown=world.is_main):
+    m = model.evaluated_microbatches
+    number, batches = task.validation_batches(model.dp_rank, model.dp_size, m)
+    most = max(world.gather(number))
+    for _ in moving(range(most), "Validating", most, "batch", shown=world.is_main):
         # A rank that has no batch left still takes part in collectives.
-        measures = model.measure(*(batches[i] if i < len(batches) else (None, None)))
+        measures = model.measure(*next(batches, (None, None)))
         if measures is not None:  # None: no batch left, or another rank sees the outputs
             totals += measures
     world.sum(totals)  # each batch was measured on one rank

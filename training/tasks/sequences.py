@@ -44,15 +44,7 @@ from .gpt2 import (
     numbers_of_targets,
     round_vocab,
 )
-from .task import (
-    BatchesOnDemand,
-    Step,
-    TrainingTask,
-    Translator,
-    rectangles,
-    steps_of_epoch,
-    to_device,
-)
+from .task import Step, TrainingTask, Translator, rectangles, steps_of_epoch, to_device
 from .texts import Texts, made_once, place, still_there
 from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
 
@@ -255,7 +247,7 @@ class SequenceTask(TrainingTask, ABC):
 
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
-    ) -> BatchesOnDemand:
+    ) -> tuple[int, Iterator[tuple[Any, Any]]]:
         """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
@@ -263,12 +255,12 @@ class SequenceTask(TrainingTask, ABC):
         own = np.argsort(lengths, kind="stable")[dp_rank::dp_size]  # lengths are dealt out
         padded = [self.length] * len(own) if self.length else lengths[own].tolist()
         cut = rectangles(padded, self.positions_at_once(dp_size, num_microbatches))
+        numbers = (own[at].tolist() for at in cut)
+        return len(cut), map(self._validation_batch, map(examples.__getitems__, numbers))
 
-        def make(numbers: Any) -> tuple[Any, Any]:
-            ids, labels, weights = self._batch(examples.__getitems__(numbers.tolist()))
-            return to_device((Sequences(ids, weights), labels[weights != 0]), self.device)
-
-        return BatchesOnDemand(make, [own[at] for at in cut])
+    def _validation_batch(self, examples: Sequence[Encoded]) -> tuple[Sequences, Tensor]:
+        ids, labels, weights = self._batch(examples)
+        return to_device((Sequences(ids, weights), labels[weights != 0]), self.device)
 
     def to_measure(self, x: Sequences, target: Tensor) -> Sequences:
         """With labels, for the head."""

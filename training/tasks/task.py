@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -56,20 +56,6 @@ class Step:
     count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
     positions: int  # of this part, padding included
     tokens: int  # of this part, padding not included
-
-
-@dataclass(frozen=True)
-class BatchesOnDemand(Sequence[Any]):
-    """Inputs and targets, each made from its part of the examples when it is asked for."""
-
-    make: Callable[[Any], tuple[Any, Any]]
-    parts: Sequence[Any]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.make(self.parts[number])
 
 
 @dataclass(frozen=True)
@@ -131,9 +117,9 @@ class TrainingTask(Protocol):
 
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
-    ) -> Sequence[tuple[Any, Any]]:
-        """Inputs and targets of held-out data, each made when it is asked for. None is larger than
-        a micro-batch is in training, with so many of them."""
+    ) -> tuple[int, Iterator[tuple[Any, Any]]]:
+        """How many batches of held-out data this rank has, and their inputs and targets, each made
+        when it is asked for. None is larger than a micro-batch is in training."""
 
     def to_measure(self, x: Any, target: Any) -> Any:  # noqa: ARG002
         """A validation input from which the last layer computes what `measure` takes."""
@@ -145,8 +131,8 @@ class TrainingTask(Protocol):
 
     def input_to_compare(self, dp_rank: int, dp_size: int, num_microbatches: int | None) -> Any:
         """A validation input whose outputs --check_output compares, or None if there is none."""
-        batches = self.validation_batches(dp_rank, dp_size, num_microbatches)
-        return batches[0][0] if batches else None
+        _, batches = self.validation_batches(dp_rank, dp_size, num_microbatches)
+        return next(batches, (None, None))[0]
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
         """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the

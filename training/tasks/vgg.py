@@ -40,7 +40,7 @@ from training.tasks.task import stream
 
 from .gpt2 import generator_for, loss_of_targets
 from .pictures import Pictures, PictureSets, to_inputs
-from .task import BatchesOnDemand, Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
+from .task import Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
 VGG_WIDTH = 64  # of the published model
@@ -155,13 +155,13 @@ class PictureTask(TrainingTask):
 
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
-    ) -> BatchesOnDemand:
+    ) -> tuple[int, Iterator[tuple[Any, Any]]]:
         """The test pictures."""
         numbers = range(dp_rank, len(self.sets.test), dp_size)  # dealt out like cards
         most = self.args.batch_size // (dp_size * (num_microbatches or 1))
         size = max(1, min(EVALUATED, most))
         parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        return BatchesOnDemand(lambda part: self._to_device(self.sets.test, list(part)), parts)
+        return len(parts), (self._to_device(self.sets.test, list(part)) for part in parts)
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """See `TrainingTask`. `output`: [B, classes]."""
