@@ -31,7 +31,7 @@ PROJECT = (
     "tensor_parallel",
     "context_parallel",
     "training",
-    "project",
+    "project.utils",
 )
 LIBRARIES = (
     "torch", "torch.distributed", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
