@@ -32,7 +32,7 @@ from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import setup_of
 from training.layouts.replicated import Replicated
-from training.optimization import Counts, Optimizers, Recipe
+from training.optimization import Counts, GlobalOptimizer, Recipe
 from training.tasks.language import LanguageTask
 from training.tasks.texts import load_texts
 
@@ -71,7 +71,7 @@ class Ours:
         self.text, self.number, self.setup = text, args.num_microbatches, setup_of(args, text.world)
         self.model = Replicated(text.task, text.world, self.setup)
         recipe = Recipe(args, text.task.steps_per_epoch)
-        self.optimizer = Optimizers(self.model.optimizers, recipe, text.world)
+        self.optimizer = GlobalOptimizer(self.model.optimizers, recipe, text.world)
         self.steps = self._steps()
         self.loss = math.nan
 

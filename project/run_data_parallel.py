@@ -54,7 +54,7 @@ from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.replicated import Replicated
 from training.loop import train
-from training.optimization import Optimizers, Recipe
+from training.optimization import Recipe
 from training.rank import Rank, run_rank
 from training.results import options_of
 from training.resume import as_it_was
@@ -89,7 +89,7 @@ def write_gradients(rank: Rank) -> None:
     args, task, model = rank.setup.args, rank.task, rank.model
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
-    optimizer = Optimizers(model.optimizers, recipe, rank.world, counted=model.counted)
+    optimizer = model.global_optimizer(recipe)
     steps = task.steps(0, model.dp_rank, model.dp_size, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
     number = rank.world.rank

@@ -41,7 +41,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import EnumMeta
@@ -57,6 +57,7 @@ from torch import Tensor
 from training.files import json_text, unused, writing
 
 from .launch.errors import UserError
+from .launch.last_actions import LastAction
 from .launch.world import World
 from .layouts.layout import Held, LaidOutModel
 
@@ -165,6 +166,8 @@ class Saver:
     ) -> None:
         self.folder, self.background = folder, background
         self.world = (world or World()).apart(timeout)  # it may communicate while the run does
+        last = LastAction() if background else self.world.last
+        self.writer = replace(self.world, last=last)  # as the thread that writes
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._writing: Future[None] | None = None  # in the background
 
@@ -202,7 +205,8 @@ class Saver:
         """Each rank writes its tensors, rank 0 the rest."""
         from training import tensor_files
 
-        world, aside = self.world, self.folder / f".{name}.part"
+        world, aside = self.writer, self.folder / f".{name}.part"
+        world.last.note("checkpoint")
         if world.device.type == "cuda":  # a new thread has the first, and would take memory there
             torch.accelerator.set_device_index(world.device)
         what = f"--workdir {self.folder.parent}: checkpoint {name}"
@@ -224,7 +228,7 @@ class Saver:
     def _send(self, paths: list[Path], aside: Path) -> None:
         """Sends these files to rank 0, which writes them into its folder: one after the other, so
         that no rank holds more than one of them."""
-        world = self.world
+        world = self.writer
         for rank, sizes in enumerate(world.gather({path: path.stat().st_size for path in paths})):
             for path, size in sizes.items() if world.rank in (0, rank) else ():
                 content = torch.empty(size, dtype=torch.uint8)
@@ -248,8 +252,12 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises RunError."""
-        if self._writing is not None:
-            self._writing.result()
+        if self._writing is None:
+            return
+        while not self._writing.done():  # it does, or waits for, what its thread does
+            self.world.last.note(self.writer.last.name.decode())
+            wait([self._writing], 0.1)
+        self._writing.result()
 
     def load(self, checkpoint: Checkpoint, held: Iterable[Held]) -> None:
         """Fills the records' tensors. If all see rank 0's files, each reads what it needs; else
@@ -275,7 +283,8 @@ class Saver:
             if self.world.is_main or is_common:
                 tensor_files.read(folder, checkpoint.metadata, name, whole)
             if not is_common:
-                dist.broadcast(whole, 0, self.world.group)
+                with self.world.last.waiting():
+                    dist.broadcast(whole, 0, self.world.group)
             for x in wanted[name]:
                 sides = zip(x.offsets, x.tensor.shape, strict=True)
                 x.tensor.detach().copy_(whole[tuple(slice(at, at + n) for at, n in sides)])

@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import cast
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from torch import nn
 from runtime.cores import quota_note
 from runtime.waits import set_timeouts
 from training.files import moving
-from training.optimization import ADVICE, Counts, Optimizers, Recipe
+from training.optimization import ADVICE, Counts, GlobalOptimizer, Recipe
 from training.options import Options
 from training.results import NOTHING_YET, Results, Totals
 from training.tasks.task import stream
@@ -43,11 +42,11 @@ from .tasks.task import Score, Step, TrainingTask
 
 def train(
     model: LaidOutModel,
-    optimizer: Optimizers,
+    optimizer: GlobalOptimizer,
     steps: Iterable[Step],
     desc: str,
     rank: int = 0,
-    average_gradients_fn: Callable[[nn.Module], None] | None = None,
+    average_gradients_fn: Callable[[nn.Module | None], None] | None = None,
     n_steps: int | None = None,
     before: Totals = NOTHING_YET,
     before_step: Callable[[], None] = lambda: None,
@@ -63,7 +62,7 @@ def train(
             is not counted.
 
     Raises:
-        RunError: a loss or gradient is not finite; see `Optimizers.step`.
+        RunError: a loss or gradient is not finite; see `GlobalOptimizer.step`.
     """
     totals, remaining = before, iter(steps)
     with moving(None, desc, n_steps, "step", shown=rank == 0, done=before.steps) as bar:
@@ -74,8 +73,8 @@ def train(
             optimizer.zero_grad()  # backward adds to what it finds
             loss = model.backward(step)  # a scalar, this rank's part of the sum
             following = next(remaining, None)  # while a GPU computes what the host has launched
-            if average_gradients_fn is not None:  # other layouts combine theirs in backward
-                average_gradients_fn(cast(nn.Module, model.module))
+            if average_gradients_fn is not None:
+                average_gradients_fn(model.module)
             # All ranks meet here: they decide alike whether to update, from the same numbers.
             counts = Counts(step.positions, step.tokens, bool(NOTICES_GIVEN))
             remark = optimizer.step(loss, step.count, counts)
@@ -84,7 +83,7 @@ def train(
             seconds = time.perf_counter() - start  # a GPU may still compute the update
             totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
             bar.set_postfix_str(
-                f"loss {optimizer.loss_sum / max(1, step.count):.3f}, "
+                f"loss {optimizer.loss_sum / step.divisor:.3f}, "
                 f"{totals.positions / totals.seconds:,.0f} positions/s",
                 refresh=False,
             )
@@ -147,7 +146,7 @@ def run(
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
-    optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
+    optimizer = model.global_optimizer(recipe)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
@@ -197,7 +196,6 @@ def run(
             )  # fmt: skip
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
             set_timeouts(args.timeout)
-            note("checkpoint")
             saving.save(epoch, totals)  # before the evaluation, which can be repeated
             note("comparison of replicas")
             model.check_replicas(f"in epoch {epoch + 1}")

@@ -19,7 +19,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,8 +33,6 @@ from .launch.errors import RunError, UserError, counted, works
 from .launch.world import World
 from .tasks.task import to_device
 
-OnWorkers = Callable[[Callable[[int], Any]], list[Any]]
-"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 WARMUP = 20  # steps, where nobody says how many
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
@@ -91,7 +89,7 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-class Optimizers:
+class GlobalOptimizer:
     """The optimizers of all processes, one or several in each, acting as one.
 
     Args:
@@ -99,7 +97,6 @@ class Optimizers:
         world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
-        run: calls a function with each optimizer's index; by default here, one by one.
 
     `steps` is the number of the next step, from 0 over all epochs; `counts` are the last step's,
     summed over all processes.
@@ -112,7 +109,6 @@ class Optimizers:
         world: World | None = None,
         *,
         counted: Collection[nn.Parameter] | None = None,
-        run: OnWorkers | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.recipe = recipe
@@ -122,7 +118,6 @@ class Optimizers:
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self.counts = NO_COUNTS
         self._world = world or World()
-        self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
         ours = {p for ps in self._owned for p in ps} if counted is None else {*counted}
         self._counted = [[p for p in ps if p in ours] for ps in self._owned]
@@ -171,7 +166,7 @@ class Optimizers:
         self.loss = self.loss_sum / target_tokens
         factor = clip_factor(self.norm, self.recipe.args.max_grad_norm)
         if not launched:
-            self._run(partial(self._update, factor=factor))  # stages in threads: on their workers
+            self._update(factor)
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,8 +183,7 @@ class Optimizers:
         rank, world_size = self._world.rank, self._world.world_size
         device = self._world.device
         to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
-        by_optimizer = self._run(lambda i: norms_of(_gradients(self._counted[i])))
-        norms = [to_facts(vector).double() for vectors in by_optimizer for vector in vectors]
+        norms = [to_facts(vector).double() for vector in self._norms()]
         # [squared norm | a loss per rank | counts]; each rank fills in its own, the sum has all.
         facts = to_device(
             torch.tensor([0.0] * (1 + world_size) + list(counts), dtype=torch.float64), device
@@ -219,13 +213,26 @@ class Optimizers:
         factor = 1.0 if most is None else (most / (facts[0].sqrt() + 1e-6)).clamp(max=1)
         for optimizer in self.optimizers:
             optimizer.found_inf = not_finite  # type: ignore[attr-defined]
-        self._run(partial(self._update, factor=factor))
+        self._update(factor)
         for optimizer in self.optimizers:
             del optimizer.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _update(self, i: int, factor: float | Tensor) -> None:
-        """With a factor that is still being computed on the GPU, or a number."""
+    def _norms(self) -> list[Tensor]:
+        """The norms of the gradients that this process counts, in the order of its optimizers."""
+        return [norms for i in range(len(self.optimizers)) for norms in self._norms_of(i)]
+
+    def _norms_of(self, i: int) -> list[Tensor]:
+        """Those of one optimizer's parameters."""
+        return norms_of(_gradients(self._counted[i]))
+
+    def _update(self, factor: float | Tensor) -> None:
+        """Clips by a factor, which is a number or still being computed on the GPU, and updates."""
+        for i in range(len(self.optimizers)):
+            self._update_by(i, factor)
+
+    def _update_by(self, i: int, factor: float | Tensor) -> None:
+        """The same by one optimizer."""
         optimizer = self.optimizers[i]
         gradients = _gradients(self._owned[i])  # also of those that other ranks count
         if gradients and isinstance(factor, Tensor):
@@ -234,6 +241,10 @@ class Optimizers:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
             group["lr"] = self.rate
+        self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's own step. (Shards do more in theirs.)"""
         optimizer.step()
 
     def _wrong(self, losses: list[float]) -> str | None:

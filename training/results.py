@@ -43,7 +43,7 @@ import torch
 
 from runtime.cores import core_slice
 from training.checkpoint import names
-from training.optimization import Optimizers
+from training.optimization import GlobalOptimizer
 from training.options import Options
 
 from .files import (
@@ -109,7 +109,8 @@ class Results:
         )  # fmt: skip
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
-        self.summary: dict[str, Any] = {}  # on rank 0, as are the sinks
+        self.summary: dict[str, Any] = {}  # on rank 0, as are the next two
+        self.metrics: MetricsFile | None = None
         self.sinks: list[Sink] = []
 
     def say(self, text: str) -> None:
@@ -133,6 +134,7 @@ class Results:
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
+            self.metrics = MetricsFile(args.workdir / METRICS, steps_done)
             self.sinks = _sinks(args, steps_done)  # which may wait for a network
             return aside
 
@@ -145,7 +147,7 @@ class Results:
         """Prints the row of the untrained model."""
         self._say_row("start", "", _number(validation_loss, 3), _number(score.value, 1))
 
-    def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
+    def add_step(self, epoch: int, optimizer: GlobalOptimizer, seconds: float) -> None:
         """Writes a step, done or skipped."""
         copies = self.world.world_size / self.model.dp_size  # ranks with the same part of a batch
         positions, tokens = optimizer.counts.positions / copies, optimizer.counts.tokens / copies
@@ -157,8 +159,11 @@ class Results:
         )  # fmt: skip
 
     def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
-        for sink in self.sinks:
-            sink({"epoch": epoch, "step": steps, **numbers})
+        numbers = {"epoch": epoch, "step": steps, **numbers}
+        if self.metrics is not None:
+            self.metrics.write(numbers)
+        for sink in self.sinks:  # that were asked for
+            sink(numbers)
 
     def end_epoch(
         self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
@@ -326,8 +331,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _sinks(args: Options, steps_done: int) -> list[Sink]:
-    """Who gets the numbers of a run. Those of later steps than are done are removed."""
-    sinks = [_json_lines(args.workdir / METRICS, steps_done)]
+    """Who else gets the numbers of a run. Those of later steps than are done are removed."""
+    sinks: list[Sink] = []
     if args.print_steps:
         sinks.append(_printed)
     if args.tensorboard:
@@ -337,25 +342,27 @@ def _sinks(args: Options, steps_done: int) -> list[Sink]:
     return sinks
 
 
-def _json_lines(path: Path, steps_done: int) -> Sink:
-    """Goes on after the lines of the steps that are done. They are the only record of their losses:
-    the file is replaced by a whole one, and never cut. It is there after the first step."""
+class MetricsFile:
+    """metrics.jsonl, which goes on after the lines of the steps that are done. They are the only
+    record of their losses: the file is replaced by a whole one, and never cut. It is there after
+    the first step."""
 
-    def is_done(line: str) -> bool:
-        """The last line may be cut off. A step comes before its evaluation, which is repeated after
-        the last step that is done."""
-        numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
-        return numbers["step"] + ("loss" not in numbers) <= steps_done
+    def __init__(self, path: Path, steps_done: int) -> None:
+        def is_done(line: str) -> bool:
+            """The last line may be cut off. A step comes before its evaluation, which is repeated
+            after the last step that is done."""
+            numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
+            return numbers["step"] + ("loss" not in numbers) <= steps_done
 
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(True)
-        write_text(path, "".join(filter(is_done, lines)))
+        self.path = path
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(True)
+            write_text(path, "".join(filter(is_done, lines)))
 
-    def write(numbers: Mapping[str, Any]) -> None:
-        with writing(path), path.open("a", encoding="utf-8") as file:
+    def write(self, numbers: Mapping[str, Any]) -> None:
+        """Appends a line."""
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json_text(numbers, indent=None))
-
-    return write
 
 
 def _printed(numbers: Mapping[str, Any]) -> None:

@@ -5,6 +5,15 @@ and every --save_every steps. Beside weights and optimizer state it holds the nu
 the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The global batch,
 the learning rate and the dropout of a step are functions of the seed and the step's number.
 
+A step in the middle of an epoch is resumed so:
+
+    Saving.save         writes the steps done in the run, and the epoch's `Totals` with its steps
+    Saving.restore      reads weights and optimizer, `optimizer.steps`, and those totals: `before`
+    loop.run            begins in the epoch of the last step done; `train` goes on from `before`
+    task.steps          deals out the epoch, in an order that seed and epoch decide, from batch
+                        `before.steps` on
+    seed_step           seeds dropout by the number of the step in the run
+
 Any program can resume a checkpoint that another has saved of the same model. With the same layout
 the result is bit-identical to an uninterrupted run. With another layout the global batches are the
 same; sums are taken in another order, and dropout that draws (on a GPU) has other masks.
@@ -25,7 +34,7 @@ from typing import Any
 from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, OPTIONS
-from training.optimization import Optimizers
+from training.optimization import GlobalOptimizer
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, holds_run, options_of, write_options
 
@@ -181,7 +190,7 @@ class Saving:
         args: Options,
         task: TrainingTask,
         model: LaidOutModel,
-        optimizer: Optimizers,
+        optimizer: GlobalOptimizer,
     ) -> None:
         self.world, self.args, self.task = world, args, task
         self.model, self.optimizer = model, optimizer
@@ -245,6 +254,7 @@ class Saving:
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved:
             return
+        world.last.note("checkpoint")
         self.prune()  # first: no step has shown yet that what is saved now is finite
         shares = world.of_parts(model.dp_rank, (totals.positions, totals.tokens))
         positions, tokens = map(sum, zip(*shares, strict=True))

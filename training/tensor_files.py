@@ -59,9 +59,12 @@ class RectanglesPlanner(DefaultSavePlanner):
 def write(folder: Path, held: Iterable[Held], world: World) -> None:
     """Writes what the ranks hold; all call it together. Raises, on all ranks, the error of one."""
     planner, alone = RectanglesPlanner(held), world.world_size == 1
-    writer = FileSystemWriter(folder)
+    writer: Any = FileSystemWriter(folder)
+    options = {"process_group": world.group, "no_dist": alone}
+    writer.write_data = world.last.during("checkpoint")(writer.write_data)
     try:
-        save({}, storage_writer=writer, planner=planner, process_group=world.group, no_dist=alone)
+        with world.last.waiting():  # but while it writes
+            save({}, storage_writer=writer, planner=planner, **options)
     except CheckpointException as raised:
         raise next(iter(raised.failures.values()))[0] from None
 

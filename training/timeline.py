@@ -101,9 +101,8 @@ class Timeline:
     ) -> None:
         self.world = world or World()
         self.last = self.world.last
-        # Of a profiler: around every action, and after every step.
-        self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        self.after_step: Callable[[], None] = lambda: None
+        self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext  # in a profile
+        self.profiler: Any = None  # torch's
         self.workers, self.about = workers, dict(about or {})
         self.recording = num_steps is None
         self.offset = offset
@@ -140,7 +139,8 @@ class Timeline:
     def end_step(self) -> None:
         """It has ended. What follows, such as an evaluation, is not recorded."""
         self.recording = False
-        self.after_step()
+        if self.profiler is not None:
+            self.profiler.step()
 
     def span(self, kind: str, microbatch: int = -1) -> _GeneratorContextManager[None]:
         """Records what happens in the `with`, or in the decorated function."""
@@ -209,7 +209,7 @@ def profiled(timeline: Timeline, num_steps: int, workdir: Path) -> Iterator[None
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
     ) as profiler:
         timeline.range = torch.profiler.record_function
-        timeline.after_step = profiler.step
+        timeline.profiler = profiler
         # Never freed: torch 2.13 crashes where a trace is, whenever that is (libkineto).
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(profiler))
         yield

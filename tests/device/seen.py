@@ -45,6 +45,7 @@ class Seen:
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)  # their operators
+    order: list[Kernel | Wait | Copy | str] = field(default_factory=list)  # all of these
 
     @property
     def streams(self) -> Counter[tuple[int, int]]:
@@ -106,6 +107,7 @@ def _note(kind: str, what: Kernel | Wait | Copy | str) -> None:
     with _lock:
         for seen in _watching:
             getattr(seen, kind).append(what)
+            seen.order.append(what)
 
 
 def where() -> str:

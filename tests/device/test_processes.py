@@ -22,7 +22,7 @@ from context_parallel.ring import Ring
 from runtime.communicator import Communicator
 from runtime.dropout import mixed
 from runtime.mesh import GROUPS, make_mesh
-from tests.device.seen import watch
+from tests.device.seen import Kernel, watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
@@ -152,8 +152,9 @@ def test_groups_are_connected_before_the_first_step() -> None:
     assert ranks(2, NCCL).run(connected) == [(1, 1)] * 2
 
 
-def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str]]:
-    """Where a rank waited for its device in its second step, and the collectives of devices."""
+def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str], set[str]]:
+    """Where a rank waited for its device in its second step, the collectives of devices, and the
+    operators that were launched before it waited."""
     wanted = {"num_examples": 16, "batch_size": 8, "dropout": 0.1}
     world, row = row_of(rank, world_size, name, **wanted)
     with laid_out(row, world, torch.float32) as training:
@@ -162,17 +163,21 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
             seed_step(training.model, 0, number)
             with watch() as seen:
                 train(training.model, training.optimizer, islice(steps, 1), "", rank=1)
-    return [wait.where for wait in seen.waits], set(seen.collectives)
+    before = seen.order[: seen.order.index(seen.waits[0])]
+    launched = {what.operator for what in before if isinstance(what, Kernel)}
+    return [wait.where for wait in seen.waits], set(seen.collectives), launched
 
 
 @pytest.mark.parametrize("name", NAMES)
 @on_device
 def test_a_step_waits_once(name: str) -> None:
-    """For the norm, the losses and the counts of all ranks, which it reads together."""
-    for waits, _ in ranks(2, NCCL).run(second_step, name):
+    """For the norm, the losses and the counts of all ranks, which it reads together; meanwhile the
+    device can update, also shards."""
+    for waits, _, launched in ranks(2, NCCL).run(second_step, name):
         assert [where.rpartition("/")[2].partition(":")[0] for where in waits] == [
             "optimization.py"
         ]
+        assert "_fused_adamw_" in launched
 
 
 @on_device
@@ -181,7 +186,7 @@ def test_gloo_gets_no_message_of_a_device() -> None:
     moves, none = {"send", "recv_"}, set[str]()
     for world, wanted in ((ranks(2), none), (ranks(2, NCCL), moves)):
         found = world.run(second_step, "pipeline2-1f1b-m3")
-        assert [moves & collectives for _, collectives in found] == [wanted] * 2
+        assert [moves & collectives for _, collectives, _ in found] == [wanted] * 2
 
 
 def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int], list[Tensor]]:

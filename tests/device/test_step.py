@@ -29,7 +29,7 @@ from training.layouts.layout import LaidOutModel, Setup, setup_of
 from training.layouts.replicated import Replicated
 from training.layouts.threads import StagesInThreads
 from training.loop import train
-from training.optimization import Optimizers, Recipe
+from training.optimization import GlobalOptimizer, Recipe
 from training.options import Options
 from training.tasks.task import Step, to_device, whole_model
 from training.timeline import Timeline
@@ -45,10 +45,10 @@ def steps(task: Any, model: LaidOutModel) -> Iterator[Step]:
         yield from task.steps(epoch, model.dp_rank, model.dp_size, model.num_microbatches)
 
 
-def third_step(model: LaidOutModel, world: World = CUDA, average: Any = None) -> Seen:
+def third_step(model: LaidOutModel, average: Any = None) -> Seen:
     """What the loop does in its third step, from the examples to the update."""
     recipe = Recipe(PROBLEM.options, model.task.steps_per_epoch)
-    optimizers = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
+    optimizers = model.global_optimizer(recipe)
     batches = steps(model.task, model)
     train(model, optimizers, islice(batches, 2), "", average_gradients_fn=average)
     with watch() as seen:
@@ -187,7 +187,7 @@ def ddp(rank: int, world_size: int, how: Any) -> tuple[Counter[str], int, Counte
     torch.cuda.set_device(rank)
     setup = Setup(Options(num_microbatches=4, gradient_sync=how, bucket_mb=2**-7), ADAMW)
     model = Replicated(PROBLEM.task(world, torch.float32), world, setup)
-    seen = third_step(model, world, model.average_gradients)
+    seen = third_step(model, model.average_gradients)
     model.close()
     of_buckets = [kernel for kernel in seen.kernels if kernel.where.startswith(BUCKETS)]
     return waits(seen), len(seen.kernels), Counter(kernel.operator for kernel in of_buckets)
@@ -273,7 +273,9 @@ def test_an_update_launched_ahead_is_the_one_that_the_host_decides_on() -> None:
         weights = nn.Linear(3, 2).to(device)
         optimizer = ADAMW(weights.parameters())
         options = Options(learning_rate=0.1, num_batches=9, max_grad_norm=1.0, on_nan="skip")
-        optimizers = Optimizers([optimizer], Recipe(options, 9), World(device=torch.device(device)))
+        optimizers = GlobalOptimizer(
+            [optimizer], Recipe(options, 9), World(device=torch.device(device))
+        )
         said: list[Any] = []
         for size, loss in ((1e-2, 1.0), (9.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e-2, 2.0)):
             for p in weights.parameters():

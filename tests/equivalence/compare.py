@@ -38,7 +38,7 @@ from tests.ranks import end_groups, sharing
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.loop import seed_step, train
-from training.optimization import Optimizers, Recipe, make_optimizer
+from training.optimization import GlobalOptimizer, Recipe, make_optimizer
 from training.resume import NO_RESUME, Saving, find_resume
 from training.tasks.task import Step, TrainingTask
 
@@ -85,7 +85,7 @@ class Training:
     world: World
     task: TrainingTask
     model: LaidOutModel
-    optimizer: Optimizers
+    optimizer: GlobalOptimizer
 
     def run(self, n_steps: int, after_step: Callable[[Any, float], None] | None = None) -> Found:
         """The next steps, over as many epochs as they take: their losses and gradients, and the
@@ -139,9 +139,7 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     with sharing(row.share_memory):
         model = row.build(task, world, setup)
         recipe = Recipe(options, task.steps_per_epoch)
-        optimizer = Optimizers(
-            model.optimizers, recipe, world, counted=model.counted, run=model.run
-        )
+        optimizer = model.global_optimizer(recipe)
         try:
             yield Training(world, task, model, optimizer)
         finally:

@@ -15,7 +15,7 @@ from tests.remote import on_ranks
 from training.launch.compare_ranks import check_same, compared_values
 from training.launch.errors import RunError
 from training.launch.world import World
-from training.optimization import Optimizers
+from training.optimization import GlobalOptimizer
 from training.tasks.tokens import get_tokenizer
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -25,9 +25,9 @@ LINE = TINY + "--dropout 0 --n_epochs 2 "
 
 def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
     """The weights of rank 1 change in the second epoch."""
-    step = Optimizers.step
+    step = GlobalOptimizer.step
 
-    def drifting(self: Optimizers, *args: Any) -> Any:
+    def drifting(self: GlobalOptimizer, *args: Any) -> Any:
         reason = step(self, *args)
         if rank == 1 and self.steps == 5:
             with torch.no_grad():
@@ -35,7 +35,7 @@ def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
                     p.copy_(p.nextafter(p + 1))  # the least change there is
         return reason
 
-    patches.setattr(Optimizers, "step", drifting)
+    patches.setattr(GlobalOptimizer, "step", drifting)
 
 
 def one_is_other(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.project.programs import ROOT, TINY, run
+from tests.project.programs import TINY, run
 from tests.ranks import Ranks
+from tests.step_trace import counts_of
 from training import loop
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel
 from training.loop import step_timeout
 from training.options import Options
 from training.resume import Saving
@@ -64,35 +61,9 @@ def test_the_time_out_of_a_step(
     assert step_timeout(Options(timeout=300.0, **options), world, seconds) == expected
 
 
-def trace_second_step(rank: int, patches: pytest.MonkeyPatch, result: Path) -> None:
-    """Rank 0 writes the files of the packages that it enters between its second step and its
-    third."""
-    seeded, entered = loop.seed_step, set[str]()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            entered.add(frame.f_code.co_filename)
-
-    def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
-        if rank == 0 and number == 2:
-            sys.setprofile(None)
-            files = (Path(file) for file in entered if file.startswith(str(ROOT)))
-            names = {str(file.relative_to(ROOT)) for file in files}
-            libraries = {name for name in names if "site-packages" in name}  # of .venv
-            names = {name for name in names - libraries if not name.startswith("tests")}
-            result.write_text("\n".join(names))
-        seeded(model, seed, number)
-        if rank == 0 and number == 1:
-            sys.setprofile(note)
-
-    patches.setattr(loop, "seed_step", seed_step)
-
-
-def test_a_step_enters_few_files(ranks: Ranks, tmp_path: Path) -> None:
-    """What has to be read to follow a step under data parallelism. The goal: 14 files."""
-    entered = tmp_path / "entered"
-    tamper = partial(trace_second_step, result=entered)
-    assert run(f"train ddp {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)[1] is None
-    files = entered.read_text().split()
-    assert {"training/loop.py", "training/tasks/gpt2.py"} < {*files}
-    assert len(files) <= 22, sorted(files)
+def test_a_step_can_be_followed(ranks: Ranks, tmp_path: Path) -> None:
+    """What has to be read of it under data parallelism; see tests/step_trace.py."""
+    counts = counts_of("train ddp", ranks, tmp_path)
+    assert {"training/loop.py", "training/tasks/gpt2.py"} < {*counts["files"]}
+    assert counts["lines"] <= 717 and counts["depth"] <= 11, counts
+    assert len(counts["files"]) <= 24 and len(counts["stored"]) <= 10, counts

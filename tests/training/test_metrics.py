@@ -12,7 +12,7 @@ import pytest
 
 from tests.project.programs import TINY, run, summary
 from tests.ranks import Ranks
-from training.optimization import Optimizers
+from training.optimization import GlobalOptimizer
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -45,14 +45,14 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     norms: list[float] = []
 
     def note_norms(_: int, patches: pytest.MonkeyPatch) -> None:
-        step = Optimizers.step
+        step = GlobalOptimizer.step
 
-        def noted(self: Optimizers, *given: Any) -> str | None:
+        def noted(self: GlobalOptimizer, *given: Any) -> str | None:
             said = step(self, *given)
             norms.append(self.norm)
             return said
 
-        patches.setattr(Optimizers, "step", noted)
+        patches.setattr(GlobalOptimizer, "step", noted)
 
     line = f"train single {LINE} --workdir one --tensorboard --wandb"
     assert run(line, None, note_norms)[1] is None

@@ -17,7 +17,7 @@ from tests.remote import on_ranks
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.loop import train
-from training.optimization import Optimizers, Recipe, check_warmup, clip_factor, usual_warmup
+from training.optimization import GlobalOptimizer, Recipe, check_warmup, clip_factor, usual_warmup
 from training.options import Options
 from training.results import Totals
 from training.tasks.task import Step
@@ -74,16 +74,16 @@ def test_norms_are_squared_in_float64(gradient: list[float], norm: float) -> Non
     """In float32, their type, the second square would be infinite, and the third 0."""
     p = nn.Parameter(torch.zeros(len(gradient)))
     p.grad = torch.tensor(gradient)
-    optimizers = Optimizers([torch.optim.SGD([p], lr=1.0)], recipe_of(1.0, 1, 1))
+    optimizers = GlobalOptimizer([torch.optim.SGD([p], lr=1.0)], recipe_of(1.0, 1, 1))
     optimizers.step(torch.tensor(3.0), 2)
     assert optimizers.norm == pytest.approx(norm, rel=1e-6, abs=0) and optimizers.loss == 1.5
 
 
-def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], Optimizers]:
+def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], GlobalOptimizer]:
     """Parameters of ones in float64, an SGD with momentum for each."""
     parameters = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in sizes]
     sgd = [torch.optim.SGD([p], lr=recipe.args.learning_rate, momentum=0.5) for p in parameters]
-    return parameters, Optimizers(sgd, recipe, **more)
+    return parameters, GlobalOptimizer(sgd, recipe, **more)
 
 
 def feed(parameters: list[nn.Parameter], value: float) -> None:
@@ -110,7 +110,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
             sgd.param_groups[0]["lr"] = rate
             sgd.step()
         assert parameters[0].tolist() == plain.tolist()
-        state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
+        state, optimizers = optimizers.state_dict(), GlobalOptimizer(optimizers.optimizers, recipe)
         optimizers.load_state_dict(state)
     assert optimizers.state_dict() == {"steps": 4, "in_a_row": 0}
 

@@ -61,7 +61,7 @@ from .errors import (
     torchrun,
     torchrun_world_size,
 )
-from .last_actions import in_file, in_memory, table
+from .last_actions import LastAction, in_file, in_memory, table
 from .meeting import LOOPBACK, agree_on_backend, connect, host_store, listen, meet, setup
 from .signals import (
     ENDING_SIGNALS,
@@ -71,7 +71,7 @@ from .signals import (
     notice_sets_flag,
     set_handlers,
 )
-from .world import LastAction, World, choose_device, quiet_libraries
+from .world import World, choose_device, quiet_libraries
 
 SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
 GONE = 5.0  # seconds for a rank to be gone that has reported, or whose pipe the system has closed
@@ -168,9 +168,11 @@ def watch(
         failures.append((0.0, min(silent.values()), "It does not answer.\n"))
     if not failures:
         return None
-    _, rank, report = min(failures, key=lambda failure: failure[0])
+    when, rank, report = min(failures, key=lambda failure: failure[0])
     if isinstance(report, str):
-        report = f"rank {rank} failed; the run has been ended.\n{report}{table(last)}"
+        alone = not when or not last[rank].is_wait  # it died, or has an error of its own
+        actions = table(last, failed=rank if alone else None)
+        report = f"rank {rank} failed; the run has been ended.\n{report}{actions}"
     return report
 
 
@@ -236,7 +238,8 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
         set_handlers([signal.SIGTERM], signal.SIG_IGN)  # torchrun ends this rank, too
-        say(table(last, rank - local_rank))
+        failed = None if last[local_rank].is_wait else rank  # it waited in vain, or not
+        say(table(last, rank - local_rank, failed))
         time.sleep(SEEN)
         leave("", 1)
 
@@ -274,7 +277,8 @@ def _run_rank(
     )  # fmt: skip
     main(replace(world, device=device), *args)
     world.last.note("end")
-    dist.barrier()
+    with world.last.waiting():
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -6,10 +6,8 @@ sends signs of life while it works.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,37 +22,17 @@ from torch import Tensor
 from runtime.waits import DISK_GROUP
 
 from .errors import RunError, UserError
+from .last_actions import LastAction
 
 T = TypeVar("T")
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
 
 
-class LastAction(ctypes.Structure):
-    """What a rank does, or did last; a failure prints that of all (last_actions.py). Place,
-    micro-batch and peer may be -1: none. `begun` is time.monotonic, which all processes of a
-    machine share; `step` is the step of the run."""
-
-    _fields_ = (
-        ("name", ctypes.c_char * 32),
-        ("place", ctypes.c_int),
-        ("microbatch", ctypes.c_int),
-        ("peer", ctypes.c_int),
-        ("begun", ctypes.c_double),
-        ("step", ctypes.c_int),
-    )
-
-    def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
-        """Notes an action that begins now."""
-        self.name = name.encode()
-        self.place, self.microbatch, self.peer = place, microbatch, peer
-        self.begun = time.monotonic()
-
-
 @dataclass(frozen=True)
 class World:
     """A rank among others, or a process that is alone in its run. All ranks call the methods
-    together. `local_rank` counts on this machine, `rank` over all machines; `last` is this process'
-    last action.
+    together, and while one waits there, that is its last action. `local_rank` counts on this
+    machine, `rank` over all machines; `last` is this process' last action.
 
     `group` is the process group in which the ranks meet; None: there is none, or the default one.
     """
@@ -105,7 +83,8 @@ class World:
                 results.append(error)
             finally:
                 ended.set()
-        telling.result()  # raises if another rank is gone
+            with self.last.waiting():
+                telling.result()  # raises if another rank is gone
         gathered = list(chain(*self.gather(results)))
         for result in gathered:
             if isinstance(result, (UserError, RunError)):
@@ -116,21 +95,24 @@ class World:
         """Every rank's value, by rank, on every rank; as bytes, so it may be of any kind."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, self.group)
+            with self.last.waiting():
+                dist.all_gather_object(values, value, self.group)
         return values
 
     def from_main(self, value: T) -> T:
         """Rank 0's value, on every rank; as bytes, too."""
         values = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(values, 0, self.group)
+            with self.last.waiting():
+                dist.broadcast_object_list(values, 0, self.group)
         return values[0]
 
     def sum(self, values: Tensor) -> None:
         """Adds up the values of all ranks, in place and where they are: the bits are the same on
         all ranks."""
         if self.world_size > 1:
-            dist.all_reduce(values, group=self.group)
+            with self.last.waiting():
+                dist.all_reduce(values, group=self.group)
 
     def of_parts(self, part: int, value: T) -> list[T]:
         """Gathers one value per part of the batch. If several ranks share a part, such as the

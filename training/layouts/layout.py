@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
-from training.optimization import OnWorkers, make_optimizer
+from training.optimization import GlobalOptimizer, Recipe, make_optimizer
 from training.options import Options
 from training.timeline import OFF, Timeline, clock_offset
 
@@ -48,13 +48,22 @@ if TYPE_CHECKING:  # an interface brings in no task
 class Held:
     """A rectangle of one of the model's tensors, which this rank holds.
 
+    Each element of the model's gradient is counted once in its norm. A rank that holds it when the
+    update begins counts it (`counts`) by what the others hold:
+
+        whole on W replicas          the parameters are dealt out: replica i % W counts the i-th
+        in shards over replicas      each rank its shard
+        cut over tp, or experts      each rank its part
+        whole on all ranks of tp     the first of them
+        tied, on several stages      the first of them
+
     Attributes:
         name: of the tensor in the model.
         tensor: the rectangle's memory, to be saved or loaded into.
         offsets: where it begins in the whole tensor.
         shape: of the whole tensor.
         replicas: the axes along which other ranks hold the same rectangle.
-        counts: whether this rank adds its gradient to the norm, as one of those ranks does.
+        counts: whether this rank adds its gradient to the norm: see `counts_here`.
         parameter: what an optimizer updates: `tensor` itself, or the flat shard of which `tensor`
             is a view. The records of one parameter agree on `replicas` and `counts`.
     """
@@ -95,6 +104,17 @@ class Held:
         return f"{self.name}[{', '.join(f'{at}:{at + size}' for at, size in sides)}]"
 
 
+def counts_here(is_first: bool, i: int = 0, rank: int = 0, size: int = 1) -> bool:
+    """Who adds a parameter's gradient to the norm; see `Held`.
+
+    Args:
+        is_first: whether this rank is the first of those of `tp` and of the stages that hold it.
+        i: its number among the parameters of which that is so.
+        rank, size: this one's place among the replicas that have the whole gradient.
+    """
+    return is_first and i % size == rank
+
+
 def state_bytes(
     parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> dict[str, int]:
@@ -133,8 +153,6 @@ class LaidOutModel(ABC):
             writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.
         optimizers: of what this rank holds; each parameter is in one of them.
-        average_gradients: the loop calls it with `module` after `backward`; None: nothing to do.
-        run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
         devices: that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
         stage_sizes: layers, or blocks, of each stage, if there are several.
@@ -156,8 +174,6 @@ class LaidOutModel(ABC):
     ranks: Sequence[int] | None = None
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]
-    average_gradients: Callable[[nn.Module], None] | None = None
-    run: OnWorkers | None = None
     cut: Sequence[int] | None = None
     stage_sizes: Sequence[int] = ()
 
@@ -168,6 +184,9 @@ class LaidOutModel(ABC):
         Returns:
             This rank's part of the summed loss of the global batch; over all ranks they add up.
         """
+
+    def average_gradients(self, module: nn.Module | None) -> None:  # noqa: B027
+        """Call it with `module` after `backward`. Most layouts combine gradients there."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -218,6 +237,10 @@ class LaidOutModel(ABC):
     def counted(self) -> list[nn.Parameter]:
         """The parameters whose gradients this rank adds to the global norm."""
         return parameters_of(x for x in self.held if x.counts)
+
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """What updates the weights that are held, on all ranks together."""
+        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
 
     def check_replicas(self, when: str) -> None:
         """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks

@@ -29,7 +29,7 @@ from training.tasks.task import Step, TrainingTask
 
 from .context import own_positions, rows_in_order
 from .cut import cut_task
-from .layout import Held, LaidOutModel, Setup
+from .layout import Held, LaidOutModel, Setup, counts_here
 
 
 class MeshLayout(LaidOutModel):
@@ -79,7 +79,8 @@ class MeshLayout(LaidOutModel):
         held = []
         for x in self.cut_task.cut(x for flat in slices for x in rectangles_of(*flat)):
             replicas = self.replicas(*self.shared_axes(x.name))
-            held.append(replace(x, replicas=replicas, counts=self.is_first(x.name)))
+            counts = counts_here(self.is_first(x.name))  # its shard
+            held.append(replace(x, replicas=replicas, counts=counts))
         return held
 
     def filled(self, step: Step) -> Step:
@@ -136,7 +137,8 @@ class MeshLayout(LaidOutModel):
         going, group = torch.tensor(int(this_one)), self.forward_ranks.group
         if self.forward_ranks.size > 1:
             going = going.to(control_device(group, self.devices[0]))
-            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
+            with self.world.last.waiting():
+                dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
         return bool(going)
 
 

@@ -27,7 +27,7 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
-from .layout import Held, LaidOutModel, Setup
+from .layout import Held, LaidOutModel, Setup, counts_here
 
 
 class Recomputed(nn.Sequential):
@@ -69,34 +69,36 @@ class Replicated(LaidOutModel):
             self.net = Recomputed(layers, segments[args.recompute])
         parameters = list(self.module.parameters())
         self.optimizers = [setup.optimizer(parameters)]
-        # Every rank has the whole gradient when it steps: each counts a part of its norm.
         replicas = ("dp",) if self.dp_size > 1 else ()
         self.held = [
-            Held.whole(name, p, replicas, counts=i % self.dp_size == self.dp_rank)
+            Held.whole(name, p, replicas, counts_here(True, i, self.dp_rank, self.dp_size))
             for i, (name, p) in enumerate(self.module.named_parameters())
         ]
         self._ddp: DistributedDataParallel | None = None
-        if world.world_size == 1:  # nothing to average
-            return
-        if args.gradient_sync == "overlap":
+        if world.world_size > 1 and args.gradient_sync == "overlap":
             mib = args.bucket_mb  # None: as large as suits the device
             size = max(1, int(min(mib, 2**30) * 2**20)) if mib is not None else None
             # Sends rank 0's weights to all, and hooks each parameter.
-            self.net = self._ddp = ddp = DistributedDataParallel(
+            self.net = self._ddp = DistributedDataParallel(
                 self.net, bucket_bytes=size, recorder=setup.timeline,
                 comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
             )  # fmt: skip
-            # The loop passes the module (the course's contract); the buckets have its parameters.
-            self.average_gradients = lambda _: ddp.average_gradients()
-        else:  # an exchange only after backward
-            by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
-            self.average_gradients = setup.timeline.span("all_reduce")(by_hand[args.gradient_sync])
+
+    def average_gradients(self, module: nn.Module | None) -> None:
+        """Over the ranks. The loop passes the module (the course's contract)."""
+        assert module is not None
+        if self._ddp is not None:  # the buckets have its parameters
+            self._ddp.average_gradients()
+        elif self.dp_size > 1:  # an exchange only after backward
+            with self.setup.timeline.span("all_reduce"):
+                if self.setup.args.gradient_sync == "flat":
+                    average_gradients_flat(module)
+                else:
+                    average_gradients(module)
 
     def backward(self, step: Step) -> Tensor:
-        """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
-        number of targets *per rank*, not by its own number. The average is then the gradient of the
-        mean loss over all targets of the global batch."""
-        scale = self.dp_size / max(1, step.count)
+        """The micro-batches one after the other; the loop averages their gradients over ranks."""
+        scale = step.scale(averaging=self.dp_size)
         last, timeline = len(step.inputs) - 1, self.setup.timeline
         total = torch.zeros((), dtype=self.setup.dtype, device=self.devices[0])  # without the scale
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):

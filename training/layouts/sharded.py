@@ -13,6 +13,7 @@ from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
 from training.launch.world import World
+from training.optimization import GlobalOptimizer, Recipe
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
@@ -44,22 +45,26 @@ class Sharded(MeshLayout):
                 kind=name in cut_task.shards,  # cut parameters and whole ones apart
             ),
         )  # fmt: skip
-        self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
+        self.optimizers = [self.fsdp.optimizer]
         layers = range(len(cut_task.layers))
         local = {x.name: x for k in layers for x in self.fsdp.get_local_info(k)}  # tied ones once
         self.held = self.held_in(local.values())
 
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """What updates the shards."""
+        return OptimizerOfShards(self.fsdp, recipe, self.world, counted=self.counted)
+
     def backward(self, step: Step) -> Tensor:
-        """Gradients are summed over the ranks, so the loss is divided by the global count."""
-        count = max(1, step.count)
+        """All micro-batches; the sums of their gradients over ranks are started meanwhile."""
         step = self.filled(step)
         parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
         inputs, targets = [x for x, _ in parts], [target for _, target in parts]
-        loss = self.fsdp.train_step(inputs, targets, self.cut_task.loss, 1 / count)
+        loss = self.fsdp.train_step(inputs, targets, self.cut_task.loss, step.scale())
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         # then over the tensor axis: flat shards that its other ranks have, too
         self.cut_task.equalize(parameters_of(self.held, "tp"), self.data_ranks.size)
-        return loss * (count if self.mesh["tp"].rank == 0 else 0)  # tensor ranks have the same
+        # All ranks of the tensor axis have the same.
+        return loss * (step.divisor if self.mesh["tp"].rank == 0 else 0)
 
     def forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
@@ -83,13 +88,16 @@ class Sharded(MeshLayout):
         return self.fsdp.held_bytes()
 
 
-class FsdpOptimizer:
-    """The optimizer of the shards. Its steps are collective: other ranks read these shards."""
+class OptimizerOfShards(GlobalOptimizer):
+    """Its steps are collective: other ranks read these shards."""
 
-    def __init__(self, fsdp: FullyShardedDataParallel) -> None:
-        self.optimizer = fsdp.optimizer
-        self.zero_grad, self.step = fsdp.zero_grad, fsdp.optimizer_step
+    def __init__(self, fsdp: FullyShardedDataParallel, *args: Any, **options: Any) -> None:
+        super().__init__([fsdp.optimizer], *args, **options)
+        self._fsdp = fsdp
 
-    def __getattr__(self, name: str) -> Any:
-        """Groups and state come from the wrapped optimizer."""
-        return getattr(self.optimizer, name)
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self._fsdp.zero_grad()
+
+    def _step(self, _: torch.optim.Optimizer) -> None:
+        self._fsdp.optimizer_step()

@@ -34,7 +34,7 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import Held, Setup, parameters_of, state_bytes
+from .layout import Held, Setup, counts_here, parameters_of, state_bytes
 from .measure import cut_in_words, stage_sizes
 from .on_mesh import MeshLayout
 
@@ -116,12 +116,11 @@ class Staged(MeshLayout):
         return self.setup.args.num_microbatches or default
 
     def _whole_parameters(self) -> list[Held]:
-        """The parameters of this rank's stages. Each replica of the data axis has the whole
-        gradient when it steps, and counts a part of them in the norm."""
+        """The parameters of this rank's stages."""
         held, number = list[Held](), 0
         for name, p in self.pipe.named_parameters().items():
             axes, first = self.data_axes(name), self.is_first(name)
-            counts = first and number % self.mesh[axes].size == self.mesh[axes].rank
+            counts = counts_here(first, number, self.mesh[axes].rank, self.mesh[axes].size)
             number += first
             held.append(Held.whole(name, p, self.replicas(*axes, *self.shared_axes(name)), counts))
         return self.cut_task.cut(held)
@@ -136,7 +135,6 @@ class Staged(MeshLayout):
 
     def backward(self, step: Step) -> Tensor:
         """The last stage has the loss of its replica; the first of its tensor ranks counts it."""
-        count = max(1, step.count)
         loss = torch.zeros((), device=self.devices[0])  # of a replica without examples
         step = self.filled(step)
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
@@ -144,14 +142,14 @@ class Staged(MeshLayout):
             with self.setup.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(targets), self.cut_task.loss,
-                    self._schedule, scale=1 / count, ready=self._ready,
+                    self._schedule, scale=step.scale(), ready=self._ready,
                 )  # fmt: skip
         for buckets in dict.fromkeys(self._buckets.values()):
             buckets.finish()  # every replica, with or without examples
         self.pipe.sum_tied({x.name: x.parameter for x in self.held if x.parameter is not None})
         self.cut_task.equalize(parameters_of(self.held, "tp"), self.data_ranks.size)
-        # `count` undoes the scale: the summed loss of this replica.
-        return loss.detach() * (count if self.mesh["tp"].rank == 0 else 0)
+        # Undoes the scale: the summed loss of this replica.
+        return loss.detach() * (step.divisor if self.mesh["tp"].rank == 0 else 0)
 
     def _ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients that this rank adds nothing more to may be summed over the replicas."""
@@ -174,7 +172,8 @@ class Staged(MeshLayout):
         tokens = torch.empty(len(ids), dtype=torch.int64)  # [B]
         if logits is not None:
             tokens = self.cut_task.argmax(logits, num_tokens).cpu()
-        return self.pipe.from_last(tokens).to(self.devices[0])
+        with self.world.last.waiting():
+            return self.pipe.from_last(tokens).to(self.devices[0])
 
     def loaded(self) -> None:
         """Sends the new values to all replicas."""

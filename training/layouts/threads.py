@@ -23,6 +23,7 @@ from pipeline.schedules.catalogue import ranks_of_stages
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
+from training.optimization import GlobalOptimizer, Recipe
 from training.options import PIPELINE_MICROBATCHES
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -86,17 +87,19 @@ class StagesInThreads(_InOneProcess):
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         of_stages = enumerate(self.pipe.stage_parameters())
         self.optimizers = [setup.optimizer(ps, stage) for stage, ps in of_stages]
-        self.run = self.pipe.run_on_stages  # all stages update at the same time
+
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """All stages update at the same time."""
+        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
-        count = max(1, step.count)
         with self.setup.autocast(self.devices[0]):
             loss = self.pipe.train_step(  # adds to .grad when all stages are done
                 MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
-                self.schedule, scale=1 / count,
+                self.schedule, scale=step.scale(),
             )  # fmt: skip
-        return loss.detach() * count  # the sum again
+        return loss.detach() * step.divisor  # the sum again
 
     @property
     def evaluated_microbatches(self) -> int | None:
@@ -113,6 +116,22 @@ class StagesInThreads(_InOneProcess):
     def close(self) -> None:
         """Ends the worker threads."""
         self.pipe.close()
+
+
+class OptimizerOnWorkers(GlobalOptimizer):
+    """An optimizer per stage of a pipe, each used by its stage's worker thread."""
+
+    def __init__(self, pipe: Pipe, *args: Any) -> None:
+        super().__init__(*args)
+        self._pipe = pipe
+
+    def _norms(self) -> list[Tensor]:
+        return [
+            norms for of_stage in self._pipe.run_on_stages(self._norms_of) for norms in of_stage
+        ]
+
+    def _update(self, factor: float | Tensor) -> None:
+        self._pipe.run_on_stages(partial(self._update_by, factor=factor))
 
 
 class BlocksInThreads(_InOneProcess):
@@ -172,7 +191,7 @@ class BlocksInThreads(_InOneProcess):
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
         with self.setup.autocast(self.devices[0]):
             loss = self.task.loss(self._outputs(x), target)
-        (loss / max(1, step.count)).backward()  # of the blocks: on the workers
+        (loss / step.divisor).backward()  # of the blocks: on the workers
         return loss.detach()
 
     def outputs(self, x: Any) -> Tensor | None:

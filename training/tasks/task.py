@@ -49,13 +49,28 @@ def stream(seed: int, purpose: str, *numbers: int | str) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank computes in one step: its part of a global batch, in micro-batches."""
+    """What one rank computes in one step: its part of a global batch, in micro-batches.
+
+    `count` is what the loss is the mean over: target tokens, or images, of the *global* batch.
+    Every rank knows which examples that has, and counts them itself: none asks the others.
+    """
 
     inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
     targets: list[Any]
-    count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
+    count: int
     positions: int  # of this part, padding included
     tokens: int  # of this part, padding not included
+
+    @property
+    def divisor(self) -> int:
+        """What a summed loss is divided by; 1 for a batch without targets, whose loss is 0."""
+        return max(1, self.count)
+
+    def scale(self, averaging: int = 1) -> float:
+        """What a rank multiplies the summed loss of its examples by. Its gradients, added up over
+        the ranks, are then those of the mean loss over all targets of the global batch. Where they
+        are averaged, over so many ranks, they are as many times as large before that."""
+        return averaging / self.divisor
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from tests.project.programs import ROOT, TINY
+from tests.chaos.run import until
+from tests.project.programs import ROOT, TINY, run
+from tests.ranks import Ranks
 from tests.warm import run_warm
-from training.launch.last_actions import table, verdict
-from training.launch.world import LastAction
+from training import loop, optimization
+from training.checkpoint import Saver
+from training.launch import compare_ranks
+from training.launch.last_actions import LastAction, in_file, table, verdict
+from training.launch.world import World
+from training.optimization import GlobalOptimizer
+from training.results import Results
+from training.resume import Saving
+from training.tasks import sequences
+from training.tasks.sequences import SequenceTask
 
 
 def test_the_columns_of_the_table() -> None:
@@ -29,6 +44,92 @@ def test_the_columns_of_the_table() -> None:
         "   8                                                                       not yet",
         "   9  reduce-scatter                                12            3     0  61.0 s ago",
     ]
+
+
+def test_a_rank_that_is_stopped_is_named_wherever_it_is() -> None:
+    """Though it has noted a wait; and one that died, or failed by itself, though others work."""
+    last = (LastAction * 3)()
+    for action in last:
+        action.note("receive")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        last[1].process = process.pid
+        assert not verdict([*last])
+        process.send_signal(signal.SIGSTOP)
+        assert until(lambda: last[1].is_stopped, 5)
+        said = "2 of 3 ranks wait in receive of step 0; look at rank 1 (stopped)\n"
+        assert verdict([*last]) == said
+        process.kill()
+    last[2].note("forward")
+    assert verdict([*last]).endswith("look at rank 2\n")
+    assert verdict([*last], first_rank=8, failed=9).endswith("look at rank 9\n")
+
+
+# Where the second of three ranks is slow, and the others are not: a step, its last all-reduce, a
+# checkpoint, the comparison of replicas, an evaluation, its score, and the end of an epoch.
+SLOW = [
+    (GlobalOptimizer, "zero_grad"), (optimization, "norms_of"), (Saving, "save"),
+    (FileSystemWriter, "write_data"),
+    (compare_ranks, "_bytes"),
+    (loop, "evaluate_loss"), (SequenceTask, "measure"), (sequences, "continue_all"),
+    (Results, "_write_epoch"),
+]  # fmt: skip
+
+
+def be_slow(rank: int, patches: pytest.MonkeyPatch, folder: Path, background: str) -> None:
+    """This rank waits in each place, once, until the others wait for it, and writes down what a
+    failure there would say."""
+    actions = in_file(folder / "actions", 3)
+    patches.setattr("tests.project.programs.World", partial(World, last=actions[rank]))
+
+    def blamed() -> bool:
+        return verdict(actions).endswith(f"look at rank {rank}\n")
+
+    def slow(owner: Any, name: str) -> None:
+        original, done = getattr(owner, name), list[str]()
+
+        def call(*args: Any, **options: Any) -> Any:
+            if not done and loop_runs:
+                done.append(name)
+                until(blamed, 3)
+                with (folder / "said").open("a") as file:
+                    file.write(f"{name}: {verdict(actions) or table(actions)}\n")
+            return original(*args, **options)
+
+        patches.setattr(owner, name, call)
+
+    loop_runs: list[bool] = []
+    begin = Results.begin
+
+    def noted(*args: Any) -> None:
+        begin(*args)
+        loop_runs.append(True)
+
+    patches.setattr(Results, "begin", noted)
+    if rank == 0 and not background:  # it gives a checkpoint its name
+        slow(Saver, "_complete")
+    for owner, name in SLOW if rank == 1 else ():
+        slow(owner, name)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("background", ["", "--async_save"])
+def test_whoever_is_slow_is_named_and_nobody_who_waits(
+    background: str, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    """In a step, in what ends it, in a checkpoint, and in all that follows an epoch. Nobody is in
+    the next step before a checkpoint has its name."""
+    line = f"train ddp {TINY} --num_batches 4 --save_every 2 {background}"
+    tamper = partial(be_slow, folder=tmp_path, background=background)
+    assert run(line, three_ranks, tamper)[1] is None
+    said = (tmp_path / "said").read_text()
+    found = dict(line.split(": ", 1) for line in said.splitlines() if ": " in line)
+    if not background:
+        named = found.pop("_complete")
+        assert named.endswith("wait in wait for all ranks of step 2; look at rank 0"), said
+    assert {*found} == {name for _, name in SLOW}
+    for name, words in found.items():
+        assert words.startswith("2 of 3 ranks wait in "), (name, said)
+        assert words.endswith("look at rank 1"), (name, said)
 
 
 HANG = """

@@ -77,7 +77,7 @@ def test_notice_costs_no_step(ranks: Ranks, tmp_path: Path) -> None:
     assert not (work / ENDED).exists()
 
 
-SAVE, STEP = "training.resume.Saving.save", "training.optimization.Optimizers.step"
+SAVE, STEP = "training.resume.Saving.save", "training.optimization.GlobalOptimizer.step"
 BATCH = "training.layouts.replicated.Replicated.measure"
 WORD = "training.tasks.generation.Cache.extend"
 
