@@ -30,12 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph
-from runtime.guards import (
-    ForeignLeaves,
-    buffers_unchanged,
-    refuse_gradient_hooks,
-    refuse_shared_memory,
-)
+from runtime.guards import guarded, refuse_gradient_hooks
 
 from .shards import Place, ShardedUnit
 
@@ -146,16 +141,15 @@ class GatheredLayer:
         parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         trained = [p for ps in graph.leaves.values() for p in ps]
-        before, foreign = self._writes(), ForeignLeaves(entered, trained)
+        before, layers = self._writes(), {self.name: self.module}
+        again = graph.draws.entered() if checkpoint else nullcontext()  # `recompute` draws the same
+        notes = saved_tensors_hooks(self._pack, _unpack)  # not views
         self._put(parameters)
         try:
-            with self._around(graph, checkpoint):
-                output = self.module(entered)
+            with again, notes:
+                output = guarded(entered, layers, self._call, trained, runs_again=checkpoint)
         finally:
             self._put(self._empty)  # after an error too
-        if torch.is_grad_enabled():
-            foreign.refuse(output, self.name)
-            refuse_shared_memory(output, self.name)
         if self._writes() != before:
             raise ValueError(
                 f"{self.name} writes to its parameters in forward. They are copies here, and the "
@@ -164,12 +158,8 @@ class GatheredLayer:
             )
         return pytree.tree_map_only(Tensor, self._own, output)
 
-    @contextmanager
-    def _around(self, graph: LayerGraph, checkpoint: bool) -> Iterator[None]:
-        again = graph.draws.entered() if checkpoint else nullcontext()  # `recompute` draws the same
-        unchanged = buffers_unchanged(self.module, self.name, runs_again=checkpoint)
-        with unchanged, again, saved_tensors_hooks(self._pack, _unpack):  # notes, not views
-            yield
+    def _call(self, _: int, value: Any) -> Any:
+        return self.module(value)
 
     def backward(
         self, graph: LayerGraph, gradients: Sequence[Tensor | None]

@@ -47,6 +47,8 @@ def order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 class Grouped:
     """A `runtime.linear.Product` of rows that lie by expert, by one weight [E, K, M] of all."""
 
+    torch_differentiates = False  # not on every device
+
     def __init__(self, ends: Tensor) -> None:
         self._ends = ends
 

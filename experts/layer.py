@@ -28,14 +28,13 @@ position; R rows, each a position for one expert; K features in, M features out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator
-from runtime.linear import Product, WeightsLater, later_of
+from runtime.linear import add_product, add_rows, multiplied
 from runtime.meta import names_of
 from runtime.sums import narrowed
 
@@ -109,14 +108,7 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         """[R, K] to [R, M], each segment of rows by its expert."""
-        later = later_of(x, self.weight, self.bias)
-        w: Tensor = self.weight
-        b: Tensor = self.bias
-        if x.dtype != w.dtype:  # autocast's; a stage keeps the narrower weights for a step
-            cast = Tensor.to if later is None else later.cast
-            w, b = cast(w, x.dtype), cast(b, x.dtype)
-        y: Tensor = _Stacked.apply(x, self.weight, self.bias, w, b, segments, later)
-        return y
+        return multiplied(_Segmented(segments), x, self.weight, self.bias)
 
 
 def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int, ...]]:
@@ -143,78 +135,50 @@ def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int,
     return shapes
 
 
-@dataclass
-class _StackedProduct(Product):
-    """The same product for each segment of rows. The weight is [E, K, M]."""
+class _Segmented:
+    """A product for each segment of rows, by its expert's [K, M] of the weight [E, K, M]. Of an
+    expert there may be several segments, one of each rank. See `runtime.linear.Product`."""
 
-    segments: Segments = ()
+    torch_differentiates = False  # it writes into its results
 
-    def gradient(self, p: nn.Parameter) -> Tensor:
-        if p is self.weight and self.x.dtype == p.dtype:
-            return self._written()
-        total = torch.zeros_like(p.detach())
-        self.add_gradient(p, total)
-        return total
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
 
-    def _written(self) -> Tensor:
-        """dw in new memory. Zeros to add to would be a pass over it, a tenth of the products'
-        time."""
-        total, fresh = torch.empty_like(self.weight.detach()), {*range(len(self.weight))}
-        for e, x, dy in _runs(self.segments, self.x, self.dy):
-            total[e].addmm_(x.t(), dy, beta=0 if e in fresh else 1)
-            fresh.discard(e)
-        for e in fresh:  # without a row
-            total[e].zero_()
-        return total
-
-    def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
-        for e, x, dy in _runs(self.segments, self.x, self.dy):
-            if p is not self.weight:
-                total[e] += dy.sum(0)
-            elif x.dtype == total.dtype:
-                total[e].addmm_(x.t(), dy)
-            else:  # under autocast x and dy are narrower
-                total[e] += x.t().mm(dy)
-
-
-class _Stacked(torch.autograd.Function):
-    """The parameters and the operands are arguments, as in runtime/linear.py."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        bias: nn.Parameter,
-        w: Tensor,
-        b: Tensor,
-        segments: Segments,
-        later: WeightsLater | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.notes = weight, bias, segments, later
+    def y(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        assert b is not None
         y = x.new_empty(len(x), w.size(2))
-        for e, rows, results in _runs(segments, x, y):
+        for e, rows, results in self._runs(x, y):
             torch.addmm(b[e], rows, w[e], out=results)
         return y
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        weight, bias, segments, later = ctx.notes
-        dx = torch.empty_like(x)
-        for e, gradients, results in _runs(segments, dy, dx):
+    def dx(self, dy: Tensor, w: Tensor) -> Tensor:
+        dx = dy.new_empty(len(dy), w.size(1))
+        for e, gradients, results in self._runs(dy, dx):
             torch.mm(gradients, w[e].t(), out=results)
-        product = _StackedProduct(weight, bias, False, x.detach(), dy, True, segments=segments)
-        if later is not None:
-            later.products.append(product)
-            return dx, *(None,) * 6
-        return dx, product.gradient(weight), product.gradient(bias), *(None,) * 4
+        return dx
 
+    def add_dw(self, total: Tensor, x: Tensor, dy: Tensor, fresh: bool) -> None:
+        for of_expert, unwritten, rows, gradients in self._runs_into(total, fresh, x, dy):
+            add_product(of_expert, rows.t(), gradients, unwritten)
 
-def _runs(segments: Segments, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """The expert of each segment that has rows, and its rows of the tensors: views."""
-    sizes = [n for _, n in segments]
-    for (e, n), *rows in zip(segments, *(t.split(sizes) for t in tensors), strict=True):
-        if n:
-            yield e, *rows
+    def add_db(self, total: Tensor, dy: Tensor, fresh: bool) -> None:
+        for of_expert, unwritten, gradients in self._runs_into(total, fresh, dy):
+            add_rows(of_expert, gradients, unwritten)
+
+    def _runs(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The expert of each segment that has rows, and its rows of the tensors: views."""
+        sizes = [n for _, n in self._segments]
+        rows_of = zip(*(t.split(sizes) for t in tensors), strict=True)
+        for (e, n), rows in zip(self._segments, rows_of, strict=True):
+            if n:
+                yield e, *rows
+
+    def _runs_into(self, total: Tensor, fresh: bool, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The same with the expert's part of `total`, and whether nothing was written there yet.
+        Zeros to add to would be a pass over it, a tenth of the products' time."""
+        unwritten = {*range(len(total))} if fresh else set[int]()
+        for e, *rows in self._runs(*tensors):
+            yield total[e], e in unwritten, *rows
+            unwritten.discard(e)
+        for e in unwritten:  # without a row
+            total[e].zero_()

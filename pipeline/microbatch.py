@@ -79,9 +79,11 @@ def cut_batch(
             )
         return [*x], [*target]
     batch = batch_size((x, target))  # x and target must agree
+    if num_microbatches is not None and num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. {min(batch, 4)}")
     sizes = sizes_by_split(batch, split_size)
     if num_microbatches is not None:
-        sizes = even_sizes(batch, max(1, min(num_microbatches, batch)))
+        sizes = even_sizes(batch, max(1, min(num_microbatches, batch)))  # an empty one runs
     return split_batch(x, sizes), split_batch(target, sizes)
 
 

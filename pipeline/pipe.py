@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
+from runtime.linear import WeightsMayWait
 from runtime.randomness import OfThread
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
@@ -85,6 +86,11 @@ class Pipe(nn.Module):
         sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError(
+                f"a Pipe of a {type(module).__name__}: it runs the layers of an nn.Sequential, "
+                "e.g. Pipe(nn.Sequential(first, second)); pipeline.tracing cuts other modules"
+            )
         self.split_size = split_size
         self.recorder = recorder
         self.recompute = recompute
@@ -92,6 +98,8 @@ class Pipe(nn.Module):
         cut = _split_module(module) if sizes is None else split_by_sizes(module, sizes)
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
+        self._waiting = WeightsMayWait(self.partitions)
+        self._calls = 0  # of `train_step` and `forward`
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages on one device share a worker: by stage, the first stage with the same worker.
@@ -99,6 +107,12 @@ class Pipe(nn.Module):
         workers = list(dict.fromkeys(self._workers))
         # As schedules count them. Without sizes: a rank per stage, even where a device has several.
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Pipe has threads, and can be neither copied nor saved: copy or save its "
+            "state_dict(), or its layers before they are in a Pipe"
+        )
 
     def close(self) -> None:
         """Ends the worker threads. Garbage collection does so too."""
@@ -202,7 +216,8 @@ class Pipe(nn.Module):
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
         jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
-        self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
+        with self._waiting:
+            self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def train_step(
         self,
@@ -260,7 +275,8 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
+        self._calls += 1
         return new_stages(
-            parts, dict(enumerate(self.devices)), OfThread,
-            self._uncalled, recompute=self.recompute, num_microbatches=num_microbatches,
+            parts, dict(enumerate(self.devices)), OfThread, self._uncalled, self._calls - 1,
+            recompute=self.recompute, num_microbatches=num_microbatches,
         )  # fmt: skip

@@ -15,6 +15,9 @@ as workers do: see worker.py.)
 `backward_input(i, dy)` and, later, `backward_weight(i)` do the same in two halves, see
 runtime/linear.py.
 
+Products leave their weights' gradients inside `linear.WeightsMayWait`, which whoever runs the
+stages enters: layers may be shared by stages of several threads.
+
 Parameter gradients are summed here, in the order of the calls, not in `.grad`. They reach
 `.grad` once (`step.hand_over`): all at the end of the step or, with `deliver`, layer by layer
 as the last micro-batch's backward passes. Transport and schedules are elsewhere.
@@ -43,8 +46,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.graph import Gradients, Graph, memory_of
-from runtime.guards import ForeignLeaves, buffers_unchanged, refuse_shared_memory
-from runtime.linear import WeightsLater, let_weights_wait
+from runtime.guards import guarded
+from runtime.linear import WeightsLater
 from runtime.randomness import OfProcess, OfThread
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
@@ -53,7 +56,10 @@ class _Part:
     """Layers that share a graph. `first_layer`: its number in the whole model."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
-        self.layers, self.first_layer = layers, first_layer
+        self.first_layer = first_layer
+        # By name, with the number in the whole model, which seeds a layer's draws.
+        named = ((f"layer {k} ({type(m).__name__})", m) for k, m in enumerate(layers, first_layer))
+        self.layers: dict[str, Callable[[Any], Any]] = dict(named)
         trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         self.parameters = list(dict.fromkeys(trained))
 
@@ -82,6 +88,7 @@ class Stage:
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
         deliver: called with the complete sums of each layer during the last backward.
+        checked: whether what layers hand on is looked at (runtime/guards.py).
 
     Attributes:
         tail: on the last stage the loss: called with a micro-batch's number and its output, after
@@ -97,6 +104,7 @@ class Stage:
     recompute: str = NEVER
     num_microbatches: int = 0
     deliver: Callable[[Gradients], None] | None = None
+    checked: bool = True
 
     def __post_init__(self) -> None:
         self.memory = memory_of(self.device)
@@ -106,7 +114,6 @@ class Stage:
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
-        let_weights_wait(self.module)
         self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
         by_layer = self.deliver is not None and self.recompute == NEVER
         cut = segments(list(self.module), LAYERS if by_layer else self.recompute)  # a part each
@@ -216,21 +223,19 @@ class Stage:
     def _layers(self, i: int, part: _Part, later: WeightsLater, value: Any) -> Any:
         """Calls the layers of a part, and what follows them. Each draws random numbers of its own,
         and its weights' gradients may wait."""
-        training, products = torch.is_grad_enabled(), len(later.products)
-        foreign = ForeignLeaves(value, part.parameters)
-        layers: list[Callable[[Any], Any]] = list(part.layers)
+        layers, products = part.layers, len(later.products)
         if self.tail and part is self._parts[-1]:
-            layers.append(partial(self.tail, i))
-        name, runs_again = "", training and self.recompute != NEVER
-        for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
-            is_tail = not isinstance(layer, nn.Module)
-            name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
-            with buffers_unchanged(layer, name, runs_again), later, self._draws.of(k, i):
-                value = layer(value)
-            if training:
-                foreign.refuse(value, name)
-        if training:
-            refuse_shared_memory(value, name)
+            layers = layers | {"loss_fn": partial(self.tail, i)}
+        calls = list(layers.values())
+
+        def run(k: int, value: Any) -> Any:
+            with self._draws.of(part.first_layer + k, i):
+                return calls[k](value)
+
+        with later:
+            value = guarded(
+                value, layers, run, part.parameters, self.recompute != NEVER, self.checked
+            )
         del later.products[products:]  # from a layer that differentiates inside its forward
         return value
 

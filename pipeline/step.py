@@ -6,16 +6,18 @@ channels, and in where random numbers come from.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, move
-from runtime.guards import refuse_hooks
+from runtime.guards import is_checked, refuse_hooks
 from runtime.randomness import OfProcess, OfThread, step_seed
 
 from .executor import Channel
@@ -36,6 +38,7 @@ def new_stages(
     devices: Mapping[int, torch.device],
     randomness: type[OfThread] | type[OfProcess],
     uncalled: Iterable[nn.Module],
+    step: int,
     **how: Any,
 ) -> list[Stage]:
     """The stages of this process, for one step, in order.
@@ -45,16 +48,31 @@ def new_stages(
             whole model seeds its draws.
         devices: by stage of this process.
         uncalled: what holds the layers and is never called: see `refuse_hooks`.
+        step: how many there were before: decides whether it is checked (runtime/guards.py).
         how: other arguments of `Stage`.
     """
     refuse_hooks(uncalled)
-    stages, first_layer, seed = [], 0, step_seed()
+    if step == 0 and torch.is_grad_enabled() and how.get("num_microbatches", 0) > 1:
+        _warn_of_batch_norm(parts)
+    stages, first_layer, seed, checked = [], 0, step_seed(), is_checked(step)
     for s, part in enumerate(parts):
         if s in devices:
             draws = randomness(devices[s], seed)
-            stages.append(Stage(s, part, devices[s], draws, first_layer, **how))
+            stages.append(Stage(s, part, devices[s], draws, first_layer, checked=checked, **how))
         first_layer += len(part)
     return stages
+
+
+def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:
+    """Whose results depend on the number of micro-batches."""
+    for m in (m for part in parts for m in part.modules()):
+        if isinstance(m, _BatchNorm) and m.training:
+            warnings.warn(
+                f"{type(m).__name__} in training takes the statistics of a micro-batch, and not of "
+                "the batch: take nn.GroupNorm, or one micro-batch, for what one process computes",
+                stacklevel=4,
+            )
+            return
 
 
 class Losses(Channel):

@@ -72,8 +72,7 @@ class Task:
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
             # Autograd runs a GPU's backward on its thread of that GPU. That of a Pipe, too, which
             # waits there for the workers. A worker's own backward would wait for the same thread,
-            # for ever: so it stays on the worker. Ranks need none of this: where one starts a
-            # backward inside another, both are on one thread, and autograd nests them.
+            # for ever: so it stays on the worker.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._autocast.entered())
             if self._default_device is not None:

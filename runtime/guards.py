@@ -13,11 +13,15 @@ detached and handed on, and their gradients come back. Refused are
   what is given and not trained.
 
 Cost: about 0.4 us per operator of the graph; a copy of the buffers, if layers run again.
+
+When. What layers hand on and write to (`guarded`) is looked at in checked steps: the first two of a
+pipe or of a sharded model, and every 16th (`is_checked`). So a layer that turns wrong later is
+found, at most 16 steps later. Hooks, and gradients of what is given, are looked for in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -29,6 +33,46 @@ from torch.utils import _pytree as pytree
 
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_checked(step: int) -> bool:
+    """Whether `guarded` looks in a step, counted from 0."""
+    return step < 2 or step % 16 == 0
+
+
+def guarded(
+    value: Any,
+    layers: Mapping[str, Callable[[Any], Any]],
+    run: Callable[[int, Any], Any],
+    parameters: Iterable[Tensor],
+    runs_again: bool,
+    checked: bool = True,
+) -> Any:
+    """Runs the layers of a piece, one after the other; returns what the last hands on.
+
+    Args:
+        layers: by the name that an error calls them.
+        run: computes layer k of them.
+        parameters: of all of them, those that are trained.
+        runs_again: whether they will, for their backward.
+        checked: whether this pass is looked at; False only runs them.
+
+    Raises RuntimeError or ValueError for what the head of this file names.
+    """
+    if not checked:
+        for k in range(len(layers)):
+            value = run(k, value)
+        return value
+    training, name = torch.is_grad_enabled(), ""
+    foreign = ForeignLeaves(value, parameters)
+    for k, (name, layer) in enumerate(layers.items()):
+        with buffers_unchanged(layer, name, training and runs_again):
+            value = run(k, value)
+        if training:
+            foreign.refuse(value, name)
+    if training:
+        refuse_shared_memory(value, name)
+    return value
 
 
 class ForeignLeaves:

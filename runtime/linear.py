@@ -14,7 +14,9 @@ backward is the first half followed at once by the second, so the bits are the s
 (norms, embeddings, convolutions, products of a user's own) is differentiated in the first half.
 Outside a stage, as in data parallelism, `linear` is torch's own function.
 
-`let_weights_wait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls `linear`.
+During a step `WeightsMayWait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls
+`linear`. A `Product` may be another than this one matrix, as that of experts is: all have one
+autograd function.
 
 Where each rank has some columns of w, dx is one of several addends. An `AroundProduct` starts their
 sum before the weight's gradient is computed, if that is computed at once.
@@ -38,10 +40,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,16 +64,74 @@ class AroundProduct(NamedTuple):
     """Begins the sum of the ranks' dx; what it returns waits for it."""
 
 
-@dataclass
-class Product:
-    """One y = x w + b, with the operands of its gradients."""
+class Product(Protocol):
+    """How rows, weight and bias are multiplied. `OneMatrix` here; experts/layer.py has segments of
+    rows, each with a matrix of its own.
 
+    `add_dw` and `add_db` add to `total`, which has the parameter's shape and strides. If it is
+    `fresh`, they write: its memory holds no numbers yet. x and dy may be narrower than `total`,
+    under autocast.
+    """
+
+    torch_differentiates: bool
+    """Whether `y` consists of torch's own functions."""
+
+    def y(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor: ...
+    def dx(self, dy: Tensor, w: Tensor) -> Tensor: ...
+    def add_dw(self, total: Tensor, x: Tensor, dy: Tensor, fresh: bool) -> None: ...
+    def add_db(self, total: Tensor, dy: Tensor, fresh: bool) -> None: ...
+
+
+@dataclass
+class OneMatrix:
+    """All rows by one weight, [K, N]; `transposed`: [N, K]."""
+
+    transposed: bool
+    torch_differentiates: bool = True
+
+    def y(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.linear(x, w if self.transposed else w.t(), b)
+
+    def dx(self, dy: Tensor, w: Tensor) -> Tensor:
+        return dy.mm(w if self.transposed else w.t())
+
+    def add_dw(self, total: Tensor, x: Tensor, dy: Tensor, fresh: bool) -> None:
+        # [N, R] x [R, K], or [K, R] x [R, N]: the shape of the weight
+        add_product(total, *((dy.t(), x) if self.transposed else (x.t(), dy)), fresh)
+
+    def add_db(self, total: Tensor, dy: Tensor, fresh: bool) -> None:
+        add_rows(total, dy, fresh)
+
+
+_ONE_MATRIX = {transposed: OneMatrix(transposed) for transposed in (False, True)}
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """total += a b; `fresh`: total = a b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=0 if fresh else 1)  # one kernel, and no product in memory
+    else:
+        (total.copy_ if fresh else total.add_)(a.mm(b))
+
+
+def add_rows(total: Tensor, rows: Tensor, fresh: bool) -> None:
+    """total += the sum of the rows; `fresh`: total = that."""
+    if fresh and rows.dtype == total.dtype:
+        torch.sum(rows, 0, out=total)
+    else:
+        (total.copy_ if fresh else total.add_)(rows.sum(0))
+
+
+@dataclass
+class Operands:
+    """Of one product: what the gradients of its parameters are computed from."""
+
+    product: Product
     weight: nn.Parameter
     bias: nn.Parameter | None  # None: there is none, or it is frozen
-    transposed: bool
     x: Tensor  # R K
     dy: Tensor  # R N
-    fused: bool  # whether dw is added to the sum while it is computed
+    exchanged: bool  # then dw is added when it is whole, as where it was computed at once
     dw: Tensor | None = None  # if it was computed at once
 
     @property
@@ -79,24 +139,26 @@ class Product:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def gradient(self, p: nn.Parameter) -> Tensor:
-        """dw, or db where p is the bias."""
-        if p is not self.weight:
-            return self.dy.sum(0).to(p.dtype)
-        if self.dw is not None:
+        """dw, or db where p is the bias: new memory, with the strides of p, as a kernel that
+        updates p may demand."""
+        if p is self.weight and self.dw is not None:
             return self.dw
-        a, b = self._factors()  # dw = a b
-        return a.mm(b).to(p.dtype)  # under autocast x and dy are narrower
+        total = torch.empty_like(p.detach())
+        self._add(p, total, fresh=True)
+        return total
 
     def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
         """Adds `gradient` of p to `total`."""
-        if p is self.weight and self.fused and self.x.dtype == self.dy.dtype == total.dtype:
-            total.addmm_(*self._factors())  # one kernel, and no dw in memory
-        else:
+        if p is self.weight and self.exchanged:
             total.add_(self.gradient(p))
+        else:
+            self._add(p, total, fresh=False)
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        # [N, R] x [R, K], or [K, R] x [R, N]: the shape of the weight
-        return (self.dy.t(), self.x) if self.transposed else (self.x.t(), self.dy)
+    def _add(self, p: nn.Parameter, total: Tensor, fresh: bool) -> None:
+        if p is self.weight:
+            self.product.add_dw(total, self.x, self.dy, fresh)
+        else:
+            self.product.add_db(total, self.dy, fresh)
 
 
 class WeightsLater:
@@ -120,7 +182,7 @@ class WeightsLater:
     def __init__(
         self, totals: Gradients, shared: Collection[nn.Parameter], casts: dict[Tensor, Tensor]
     ) -> None:
-        self.products: list[Product] = []
+        self.products: list[Operands] = []
         self.sums: Gradients = {}
         self.at_once = True
         self._totals, self._shared, self._casts = totals, shared, casts
@@ -187,9 +249,20 @@ def linear(
         weight: [K, N]; `transposed`: [N, K].
         exchange: with the ranks that have the other columns. Weight and bias are parameters then.
     """
-    later = later_of(x, weight, bias)
-    if later is None and exchange is None:
-        return F.linear(x, weight if transposed else weight.t(), bias)
+    return multiplied(_ONE_MATRIX[transposed], x, weight, bias, exchange)
+
+
+def multiplied(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    exchange: AroundProduct | None = None,
+) -> Tensor:
+    """`linear` by any product."""
+    later = _later_of(x, weight, bias)
+    if later is None and exchange is None and product.torch_differentiates:
+        return product.y(x, weight, bias)
     w, b = weight, bias  # perhaps cast below; weight, bias: the parameters themselves
     if torch.is_autocast_enabled(x.device.type):
         # Cast here: backward needs the cast operands too, and inside the autograd function
@@ -197,24 +270,41 @@ def linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         cast = _cast if later is None else later.cast
         x, w, b = _cast(x, dtype), cast(weight, dtype), None if b is None else cast(b, dtype)
-    y: Tensor = _Linear.apply(x, weight, bias, w, b, transposed, exchange, later)
+    y: Tensor = _Multiplied.apply(x, weight, bias, w, b, product, exchange, later)
     return y
 
 
-def let_weights_wait(module: nn.Module) -> None:
-    """Every `nn.Linear` and `Conv1D` inside computes by `linear` from now on. That changes no
-    result, and no name."""
-    for m in module.modules():
-        name = f"{type(m).__module__}.{type(m).__qualname__}"
-        if name in _LINEAR and "forward" not in vars(m):  # not someone else's
-            m.forward = partial(_forward, m, _LINEAR[name])
+class WeightsMayWait:
+    """Inside `with`, every `nn.Linear` and `Conv1D` in the modules computes by `linear`. That
+    changes no result, and no name, and nothing outside.
+
+    For one thread at a time; but others may compute with the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        for m in dict.fromkeys(m for module in modules for m in module.modules()):
+            name = f"{type(m).__module__}.{type(m).__qualname__}"
+            if name in _LINEAR:
+                self._forwards.append((vars(m), partial(_forward, m, _LINEAR[name])))
+        self._changed: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        for attributes, forward in self._forwards:
+            if "forward" not in attributes:  # not someone else's
+                attributes["forward"] = forward
+                self._changed.append(attributes)
+
+    def __exit__(self, *_: object) -> None:
+        while self._changed:
+            del self._changed.pop()["forward"]
 
 
 def _forward(module: Any, transposed: bool, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias, transposed)
 
 
-def later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | None:
+def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | None:
     """Where the backward of a product leaves the gradients of its parameters; None: nowhere."""
     may_wait = (
         x.dim() > 1
@@ -233,7 +323,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == torch.float64 else t.to(dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _Multiplied(torch.autograd.Function):
     """`weight` and `bias` are arguments so that the result has a graph even if x has none, and
     to get their gradients if nothing is left for later. The others: the operands, and how."""
 
@@ -249,43 +339,52 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w)  # of a scattered x this rank's rows
         ctx.notes = weight, bias if bias is not None and bias.requires_grad else None, *how
-        transposed, exchange, _ = how
+        product, exchange, _ = how
         x = x if exchange is None else exchange.gather(x)
         # Autograd forbids in-place changes of a view made by a function; .data is no view, and
         # costs no kernel.
-        return F.linear(x, w if transposed else w.t(), b).data
+        y: Tensor = product.y(x, w, b).data
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        weight, bias, transposed, exchange, later = ctx.notes
+        weight, bias, product, exchange, later = ctx.notes
+        if torch.is_grad_enabled() and (later is None or exchange is not None):
+            raise RuntimeError(
+                "products that are cut over ranks, and experts, cannot be differentiated twice: no "
+                "create_graph=True"
+            )
+        if torch.is_grad_enabled() and w.dtype != weight.dtype:
+            w = _cast(weight, w.dtype)  # differentiated again: the kept copy has no graph
         x = x if exchange is None else exchange.gather(x)
         rows = dy.flatten(0, -2)  # R N, any of which may be 0
         inputs = x.detach().flatten(0, -2)  # R K; not x itself, which keeps the graph
-        product = Product(weight, bias, transposed, inputs, rows, fused=exchange is None)
+        operands = Operands(product, weight, bias, inputs, rows, exchanged=exchange is not None)
         dx = None
         if ctx.needs_input_grad[0]:  # not if, e.g., x is the batch
-            dx = rows.mm(w if transposed else w.t()).view(x.shape)
+            dx = product.dx(rows, w).view(x.shape)
         finish = exchange.start_sum(dx) if exchange is not None and dx is not None else lambda: dx
         at_once = later is None or (exchange is not None and later.at_once)
         if at_once and ctx.needs_input_grad[1]:  # not if it is frozen
-            product.dw = product.gradient(weight)  # beside the sum
+            operands.dw = operands.gradient(weight)  # beside the sum
         if later is not None:
-            later.products.append(product)
+            later.products.append(operands)
             return finish(), *(None,) * 7
-        db = None if bias is None else product.gradient(bias)
-        return finish(), product.dw, db, *(None,) * 5
+        db = None if bias is None else operands.gradient(bias)
+        return finish(), operands.dw, db, *(None,) * 5
 
 
 def _add(totals: Gradients, new: Gradients) -> None:
     """Adds the gradients to their totals, in one call for all.
 
     The first one is copied: totals are written to, and its memory may be another gradient's, too.
-    (Autograd hands the same tensor to both terms of a sum.)
+    (Autograd hands the same tensor to both terms of a sum.) A total has its parameter's strides.
     """
     known = [p for p in new if p in totals]
     if known:
         torch._foreach_add_([totals[p] for p in known], [new[p] for p in known])
     for p, gradient in new.items():
         if p not in totals:
-            totals[p] = gradient.clone()
+            dense = not gradient.is_sparse  # an embedding's may be
+            totals[p] = torch.empty_like(p).copy_(gradient) if dense else gradient.clone()

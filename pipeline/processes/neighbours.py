@@ -135,12 +135,13 @@ class Neighbours:
         return sums
 
     def start_step(self, schedule: Schedule) -> None:
-        """Keeps the memory of as many messages as the schedule has under way, and not of one per
-        micro-batch.
+        """Keeps the memory of n messages of each channel, and not of one per micro-batch, where n
+        is the most micro-batches that the schedule lets a rank hold: the message before those has
+        been received, so a send does not wait for its receiver.
 
-        Say that a rank holds at most n micro-batches between their forward and backward. When stage
-        s - 1 sends its k-th activation, it has the gradients of at least k - n micro-batches, so
-        stage s has received at least k - n activations. When stage s sends its k-th gradient, stage
+        Why: when stage s - 1 sends its k-th activation, it has the gradients of at least k - n
+        micro-batches (it holds at most n between their forward and backward), so stage s has
+        received at least k - n activations. When stage s sends its k-th gradient, stage
         s - 1 has run at least k forwards, hence k - n backwards, for which it received the
         gradients.
         """

@@ -15,6 +15,17 @@ a pipeline with one micro-batch.
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
+How an activation reaches the next process, and who waits:
+
+    executor.py    Dataflow._forward   output = stage.forward(i, value); up[s + 1].put(i, output)
+    neighbours.py  PeerChannel.put     keeps the memory; waits only if as many are under way as held
+    links.py       Link.send           head and body leave by isend; the sender computes on
+    links.py       Link.receive        the receive was posted when the message before had arrived
+    neighbours.py  PeerChannel.get     in the next rank's Dataflow._forward: the receiver waits here
+
+What is computed again, and when: `recompute` says which segments (runtime/recompute.py); the last
+of a stage in `Dataflow._backward` before it waits for the gradient, the others in turn after it.
+
 A rank has one stage or several, its chunks (chunks.py), and runs its actions in the order of its
 list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
 global batch. The first stage's rank uses x, the last stage's the target, the others only the number
@@ -38,6 +49,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +68,7 @@ from pipeline.stage import Stage
 from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
 from runtime.graph import Gradients
 from runtime.guards import refuse_gradient, refuse_gradient_hooks
+from runtime.linear import WeightsMayWait
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import OfProcess
@@ -120,6 +133,8 @@ class ProcessPipe:
         self._is_last = self.rank == self.ranks[-1]  # has the last stage
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*holders(layers), self.module]
+        self._waiting = WeightsMayWait([self.module])
+        self._calls = 0  # of `train_step` and `forward`
         self._recompute = recompute
         names = names_of(layers if model is None else model)
         uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
@@ -137,10 +152,11 @@ class ProcessPipe:
                     "the groups of its messages together, so give messages=make_mesh(...).messages"
                 )
             messages = message_groups(range(world_size), timeout)
+        this = weakref.proxy(self)  # no cycle: a pipe that is dropped frees its model
         # connects: all ranks are here together
         self._neighbours = Neighbours(
             self.ranks, self.rank, self._tied, messages, self.device,
-            acting=lambda *what: acting(self.recorder, *what),
+            acting=lambda *what: acting(this.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
 
@@ -200,8 +216,9 @@ class ProcessPipe:
                     ready([p for p in gradients if not missing[p]])
 
             stages = self._stages(
-                recompute=self._recompute, num_microbatches=len(inputs), deliver=deliver
-            )
+                recompute=self._recompute, num_microbatches=len(inputs),
+                deliver=None if ready is None else deliver,  # else one graph, for less of the host
+            )  # fmt: skip
             end: Channel = Channel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
@@ -291,12 +308,13 @@ class ProcessPipe:
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; `how`: other arguments of `Stage`."""
+        self._calls += 1
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
         return new_stages(
-            parts, dict.fromkeys(self._own, self.device), OfProcess,
-            self._uncalled, **how,
+            parts, dict.fromkeys(self._own, self.device), OfProcess, self._uncalled,
+            self._calls - 1, **how,
         )  # fmt: skip
 
     def _run(
@@ -310,7 +328,12 @@ class ProcessPipe:
         up = {0: first, **{s: Channel() for s in inside}, **self._neighbours.up, n: end}
         down = {**{s: Channel() for s in (0, *inside)}, **self._neighbours.down, n: end}
         flow = Dataflow({stage.index: stage for stage in stages}, up, down, self.recorder)
-        with torch.random.fork_rng(devices=()):  # of the CPU
+        # Autograd would run a GPU's backward on a thread of its own, where a layer that computes
+        # again, as with torch.utils.checkpoint, would find nothing of what is this thread's.
+        with (
+            torch.autograd.set_multithreading_enabled(False), self._waiting,
+            torch.random.fork_rng(devices=()),  # of the CPU
+        ):  # fmt: skip
             flow.run(lists[self.rank])  # on the calling thread; layers seed their draws
 
 

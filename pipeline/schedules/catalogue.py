@@ -75,7 +75,6 @@ def ranks_of_stages(name: str, num_ranks: int, chunks: int | None = None) -> lis
     return stage_ranks(find(name, chunks)(num_ranks, 1))
 
 
-@lru_cache(maxsize=256)  # all callers get the same lists, and only read them
 def validated(
     schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
 ) -> tuple[Schedule, list[Action]]:
@@ -83,6 +82,18 @@ def validated(
 
     `ranks[s]` has stage s.
     """
+    if not isinstance(schedule, str) and not callable(schedule):
+        raise TypeError(
+            f"schedule is a {type(schedule).__name__}: give a name, e.g. '1f1b', or a function of "
+            "the numbers of ranks and micro-batches, e.g. lambda ranks, microbatches: lists"
+        )
+    return _validated(schedule, ranks, num_microbatches)
+
+
+@lru_cache(maxsize=256)  # all callers get the same lists, and only read them
+def _validated(
+    schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
+) -> tuple[Schedule, list[Action]]:
     num_ranks = len(set(ranks))
     if isinstance(schedule, str):
         schedule = find(schedule, len(ranks) // num_ranks)  # stages per rank

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -166,7 +167,8 @@ def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
     for name in names:
         if name not in program.starts:
             # [2:]: after the wrapper and the whole module
-            known = ", ".join(list(program.starts)[2:10])
+            names_called = list(program.starts)[2:]
+            known = ", ".join(get_close_matches(name, names_called, 3) or names_called[:8])
             raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
     begins = sorted([0, *(program.starts[name] for name in names)])  # by stage
     for buffer, uses in program.written().items():

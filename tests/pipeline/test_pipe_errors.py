@@ -3,14 +3,19 @@ and what a Pipe refuses."""
 
 from __future__ import annotations
 
+import io
+import pickle
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
@@ -203,8 +208,34 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
     (lambda _: Pipe(cut(tower()), split_size=0)(X), "split_size=0: at least 1"),
     (closed, "the Pipe is closed, by close"),
+    (by([[]]), "schedule is a list: give a name, e.g. '1f1b', or a function"),
+    (
+        lambda pipe: pipe.train_step(X, Y, square_error, num_microbatches=0),
+        "num_microbatches=0: at least 1, e.g. 4",
+    ),
+    (lambda _: Pipe(cast(Any, nn.Linear(8, 8))), "a Pipe of a Linear: it runs the layers"),
+    (deepcopy, r"neither copied nor saved: copy or save its state_dict\(\)"),
+    (pickle.dumps, r"neither copied nor saved: copy or save its state_dict\(\)"),
+    (
+        lambda pipe: torch.save(pipe, io.BytesIO()),
+        r"neither copied nor saved: copy or save its state_dict\(\)",
+    ),
     (lambda _: place_layers([*tower()], [2, 2], PLACED), r"sizes \[2, 2\] for 6 layers"),
 ]
+
+
+def test_a_norm_over_the_batch_is_named_once() -> None:
+    """In training, and if there are several micro-batches."""
+    layers = nn.Sequential(nn.Linear(X.size(1), 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    said = "BatchNorm1d in training takes the statistics of a micro-batch, .* take nn.GroupNorm"
+    with Pipe(cut(layers, (1, 2)), split_size=2) as pipe:
+        with pytest.warns(UserWarning, match=said) as found:
+            one_f_one_b(pipe, X, Y)
+            one_f_one_b(pipe, X, Y)
+        assert len(found) == 1
+    with warnings.catch_warnings(), Pipe(cut(layers.eval(), (1, 2)), split_size=2) as pipe:
+        warnings.simplefilter("error")
+        one_f_one_b(pipe, X, Y)
 
 
 @pytest.mark.parametrize(("call", "said"), MISTAKES)

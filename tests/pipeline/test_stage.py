@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.pipe import Pipe
+from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
+from runtime.linear import WeightsMayWait
 from tests.live_bytes import LiveBytes
 from tests.pipeline.pipeline_models import Call, batch, square_error, watched
 
@@ -23,7 +28,8 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     saved: list[Callable[[], Tensor | None]] = []
     dense = nn.Linear(4, 3).double()
     stage = Stage(0, nn.Sequential(dense, watched(saved, 1)), CPU)
-    output = stage.forward(0, batch(8)[0])
+    with WeightsMayWait([dense]):
+        output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
     gc.disable()  # references alone must do
     try:
@@ -73,6 +79,55 @@ def test_a_whole_backward_delivers_each_layer_once() -> None:
         assert not delivered
         stage.backward(i, [torch.ones_like(stage.forward(i, batch(4)[0]))])
     assert delivered == [[*layers[1].parameters()], [*layers[0].parameters()]]
+
+
+@pytest.mark.parametrize("kind", [Pipe, partial(ProcessPipe, sizes=[2])], ids=["threads", "rank"])
+def test_a_pipe_leaves_the_layers_as_they_were(kind: Any) -> None:
+    """A layer that has changed would refer to itself, and stay until the collector finds it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    before = [{**vars(layer)} for layer in model]
+    x, y = batch(4)[0], torch.zeros(4, 4, dtype=torch.float64)
+    with kind(model) as pipe:
+        pipe.train_step(x[:, :1].expand(-1, 4), y, square_error, num_microbatches=2)
+        assert [vars(layer) for layer in model] == before
+    dropped = weakref.ref(model[0])
+    gc.disable()  # references alone must do
+    try:
+        del pipe, model, before
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_have_the_strides_of_their_parameters() -> None:
+    """Fused optimizers take both by address. Products, whole and halved; all that is not one."""
+    columns = nn.Linear(3, 5).double()
+    columns.weight = nn.Parameter(columns.weight.detach().t().contiguous().t())
+    images: Any = nn.Conv2d(3, 3, 2).double()
+    images.to(memory_format=torch.channels_last)
+    for layer, x in ((columns, torch.ones(4, 3)), (images, torch.ones(4, 3, 5, 5))):
+        stage = Stage(0, nn.Sequential(layer), CPU)
+        with WeightsMayWait([layer]):
+            for i in (0, 1):
+                stage.backward(i, [torch.ones_like(stage.forward(i, x.double()))])
+        for p, gradient in stage.take_gradients().items():
+            assert gradient.stride() == p.stride()
+
+
+@pytest.mark.parametrize("kind", [Pipe, partial(ProcessPipe, sizes=[2])], ids=["threads", "rank"])
+def test_a_layer_that_turns_wrong_in_a_later_step_is_found(kind: Any) -> None:
+    """Steps are checked now and then; before, it only computes."""
+    steps, elsewhere = count(), nn.Parameter(torch.ones(4, dtype=torch.float64))
+    wrong = Call(lambda h: h * elsewhere if next(steps) > 4 else h)
+    x, y = torch.ones(2, 2, 4, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(4, 4).double(), wrong)
+    with (
+        kind(layers) as pipe,
+        pytest.raises(RuntimeError, match=r"^layer 1 \(Call\) uses a tensor"),
+    ):
+        while True:
+            pipe.train_step(x, y, square_error, num_microbatches=1)
+    assert next(steps) == 17  # it ran in steps 0 to 16
 
 
 WIDTH, LAYERS, ROWS = 64, 8, 4
