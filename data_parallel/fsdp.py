@@ -27,6 +27,11 @@ them in the largest layer:
 On GPUs a step waits for none: counts and announcements are exchanged by the CPUs, if the group has
 them (`init_process_group("cpu:gloo,cuda:nccl")`).
 
+With `replicas` there are several groups of W ranks, each with all shards (hybrid sharding). Layers
+are gathered and gradients scattered inside a group, the ranks of a host; once per step ranks with
+the same shard add up its gradient: of 4 P / W bytes an all-reduce over the slow network between
+groups, while the last micro-batch's backward goes on.
+
 All ranks must make the same calls. A rank without examples calls `forward(None)` and
 `backward(None)`, and contributes zeros; `train_step` does so by itself.
 
@@ -34,7 +39,9 @@ Gradients are *summed* over ranks and micro-batches. For the mean over all targe
 global batch, divide each micro-batch's summed loss by the global number of tokens.
 
 Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+SC 2020; Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
+VLDB 2022 (replicas of groups); Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded
+Data Parallel", VLDB 2023.
 """
 
 from __future__ import annotations
@@ -48,7 +55,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.communicator import Communicator, Finish
+from runtime.communicator import Communicator, Finish, StartedSum
 from runtime.guards import ForeignLeaves, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
 from runtime.pool import private_pool
@@ -84,7 +91,8 @@ class FullyShardedDataParallel:
             Shards, gradients and sums keep the parameters' type. (Autocast's graphs would hold a
             copy of every matrix.)
         device: where to compute.
-        group: the ranks; by default all.
+        group: the ranks that share the shards; by default all.
+        replicas: the ranks that hold the same shards in other groups; by default there are none.
         recorder: is told of F, B, R (recompute), all_gather and reduce_scatter of each layer; and,
             without a layer, of all_reduce (of the numbers of micro-batches), reduce_scatter (the
             rest after backward), optimizer, and barrier (around an update).
@@ -108,6 +116,7 @@ class FullyShardedDataParallel:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
         recompute: bool = False,
         traits: Callable[[str], Traits] = lambda _: Traits(),
@@ -125,6 +134,7 @@ class FullyShardedDataParallel:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the layers have no parameter that requires a gradient")
         self.communicator, pool = Communicator(self.group), private_pool(self.device)
+        self.replicas = Communicator(replicas)
         self._communicators = {self.group: self.communicator}
         self.units: list[ShardedUnit] = []
         plans, places = plan_units(layers, names, traits)
@@ -133,13 +143,14 @@ class FullyShardedDataParallel:
             ranks = self._communicators.setdefault(of, Communicator(of))
             dtype = None if common.exact else compute_dtype
             unit = Unit(index, of_layers, named, ranks.size, dtype)
-            self.units.append(ShardedUnit(unit, ranks, pool, self.device, zero))
+            self.units.append(ShardedUnit(unit, ranks, self.replicas, pool, self.device, zero))
             self.units[-1].fill(named, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     name = names.get(buffer, key)
-                    module._buffers[key] = first_value(buffer, name, self.group, self.device, init)
+                    groups = self.group, replicas
+                    module._buffers[key] = first_value(buffer, name, groups, self.device, init)
         self.parameters_changed()  # nobody reads before all have filled theirs
         self.layers = [
             GatheredLayer(k, layer, places[k], self.units, recompute, self.device)
@@ -152,7 +163,11 @@ class FullyShardedDataParallel:
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
         self._microbatch = 0  # backwards since the last step
-        self._reducing: list[Finish] = []  # the sums that were started last
+        # The sums that were started last; and whether nothing more is added to them in this step
+        self._reducing: list[tuple[ShardedUnit, Finish, bool]] = []
+        self._last_pass = False  # whether this backward is known to be the step's last
+        self._over_replicas: list[StartedSum] = []  # sums on their way, in the step's last backward
+        self._summed = False  # over the replicas, too
 
     # A pass over the layers
 
@@ -203,6 +218,11 @@ class FullyShardedDataParallel:
         """
         if not self._graphs:
             raise RuntimeError("call forward() with gradients enabled before every backward()")
+        if self._summed or self._over_replicas:  # it would add to the gradients of all replicas
+            raise RuntimeError(
+                "the gradients are those of all replicas already: call optimizer_step() or "
+                "zero_grad() before the next backward()"
+            )
         gradients = self._gradients_of_output(loss)  # by leaf of the output
         for k, layer in reversed(list(enumerate(self.layers))[self._first_trained :]):
             # what the next layer down needs, to be gathered while this one computes
@@ -248,6 +268,8 @@ class FullyShardedDataParallel:
         most = torch.tensor(len(inputs), device=control_device(self.group, self.device))
         with self._record("all_reduce", -1):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            if self.replicas.size > 1:
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.replicas.group)
             passes = int(most)  # all ranks make as many
         total = torch.zeros((), device=self.device)
         for i in range(passes):
@@ -257,6 +279,7 @@ class FullyShardedDataParallel:
                 if i < len(inputs):
                     loss = loss_fn(output, targets[i]) * scale
                     total = total + loss.detach()  # in the wider of their types
+            self._last_pass = i + 1 == passes
             self.backward(loss)
         return total
 
@@ -266,13 +289,16 @@ class FullyShardedDataParallel:
         if self._reducing:
             with self._record("reduce_scatter", -1):
                 self._finish_sums()
+        if self.replicas.size > 1 and self._microbatch and not self._summed:
+            with self._record("all_reduce", -1):
+                self._finish_sums_of_replicas()
 
     def zero_grad(self) -> None:
         """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
         self.finish_gradients()
         for u in self._trained:
             u.shard.grad = None
-        self._microbatch = 0
+        self._microbatch, self._summed = 0, False
 
     def optimizer_step(self) -> None:
         """Updates this rank's shards and drops the gradients. All ranks must have made the same
@@ -286,7 +312,7 @@ class FullyShardedDataParallel:
             u.shard.grad = None
             u.publish()
         self._barrier(self._microbatch)  # nobody gathers old values
-        self._microbatch = 0
+        self._microbatch, self._summed = 0, False
 
     # What this rank holds
 
@@ -361,12 +387,23 @@ class FullyShardedDataParallel:
         if not units:
             return
         self._finish_sums()  # one layer at a time, since the next one uses its memory
-        self._reducing = [u.start_sum(gradients.get(u.unit.index)) for u in units]
+        for u in units:
+            finish = u.start_sum(gradients.get(u.unit.index))
+            self._reducing.append((u, finish, self._last_pass and layer == u.unit.layers[0]))
 
     def _finish_sums(self) -> None:
-        for finish in self._reducing:
+        for u, finish, complete in self._reducing:
             finish()
+            if complete and self.replicas.size > 1:
+                self._over_replicas.append(u.start_sum_of_replicas())  # while backward goes on
         self._reducing = []
+
+    def _finish_sums_of_replicas(self) -> None:
+        started, self._over_replicas = self._over_replicas, []
+        for one in started or [u.start_sum_of_replicas() for u in self._trained]:
+            self.replicas.finish_sum(one)
+        self.replicas.barrier(self.device)  # all have written their parts of my shards' gradients
+        self._summed, self._last_pass = True, False
 
     def _barrier(self, number: int | None = None) -> None:
         with self._record("barrier", -1):

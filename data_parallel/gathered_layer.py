@@ -183,7 +183,7 @@ class GatheredLayer:
         for module, attribute, unit, entry in self._places:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = parameters[unit][entry]  # 40 times as fast
-            else:  # an LSTM keeps a list of its own
+            else:  # it may keep them elsewhere, too
                 setattr(module, attribute, parameters[unit][entry])
 
     def _writes(self) -> list[int]:

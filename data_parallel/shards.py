@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.communicator import Communicator, Finish
+from runtime.communicator import Communicator, Finish, StartedSum
 from runtime.meta import Initialize, filled
 from runtime.pool import Pool
 from runtime.shared_memory import ALIGNMENT, Wait
@@ -126,7 +126,7 @@ class Traits(NamedTuple):
     """What the parameters of a unit have in common.
 
     Attributes:
-        group: the ranks that share them, if they are not all; other ranks have others there.
+        group: the ranks that share them, if they are not all; other ranks have others, or the same.
         exact: whether layers compute with them in their own type.
         kind: anything else that keeps parameters apart.
     """
@@ -188,25 +188,34 @@ class ShardedUnit:
             since the last update, once fsdp.py has waited for it.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
-        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent.
+        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent. (A rank that
+            shares with no other has them whole.)
         empty: by entry, parameters without memory: what modules hold between the passes.
         gradient: memory for the shard's grad, from the first backward on.
     """
 
     def __init__(
-        self, unit: Unit, communicator: Communicator, pool: Pool, device: torch.device, zero: int
+        self,
+        unit: Unit,
+        communicator: Communicator,
+        replicas: Communicator,
+        pool: Pool,
+        device: torch.device,
+        zero: int,
     ) -> None:
-        self.unit, self.communicator, self.pool, self.device = unit, communicator, pool, device
+        self.unit, self.communicator, self.replicas = unit, communicator, replicas
+        self.pool, self.device = pool, device
         self.whole: Tensor | None = None
         self.addresses = range(0)
         self.empty: list[nn.Parameter] = []
         # By the memory that was lent, of which there are few pieces, again and again
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
-        numel = unit.shard_numel if zero == 3 else unit.numel
+        sharded = zero == 3 and communicator.size > 1
+        numel = unit.shard_numel if sharded else unit.numel
         storage = communicator.keep(numel, unit.compute_dtype, device)
-        self.kept = storage if zero == 2 else None
-        self.published = storage if zero == 3 else storage[unit.shard_slice(communicator.rank)]
+        self.kept = None if sharded else storage
+        self.published = storage if sharded else storage[unit.shard_slice(communicator.rank)]
         shard = self.published
         self.casts = unit.compute_dtype != unit.dtype
         if self.casts:
@@ -224,7 +233,8 @@ class ShardedUnit:
         for name, parameter in parameters:
             if parameter.is_meta and name not in slices:
                 continue  # none of it is here
-            whole = first_value(parameter, name, self.communicator.group, self.device, init)
+            groups = self.communicator.group, self.replicas.group
+            whole = first_value(parameter, name, groups, self.device, init)
             if name in slices:
                 _, _, begin, values, _ = slices[name]
                 values.copy_(whole.flatten()[begin : begin + len(values)])
@@ -289,26 +299,35 @@ class ShardedUnit:
             self._gradients[memory] = self.unit.views(whole), gaps
         _fill_whole(whole, *self._gradients[memory], gradients)
         if self.gradient is None:
-            self.gradient = torch.empty_like(self.shard)
+            own = self.shard.numel(), self.unit.dtype, self.device
+            self.gradient = self.replicas.keep(*own)
         accumulate = self.shard.grad is not None
         self.shard.grad = self.gradient
         return self.communicator.start_reduce_scatter(whole, 0, self.gradient, accumulate)
+
+    def start_sum_of_replicas(self) -> StartedSum:
+        """Begins to add up the shard's grad over the replicas, in place."""
+        assert self.gradient is not None, "a backward has made it"
+        return self.replicas.start_sum(self.gradient)
 
 
 def first_value(
     tensor: Tensor,
     name: str,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup | None],
     device: torch.device,
     init: Initialize | None,
 ) -> Tensor:
     """The value of a parameter or buffer with which training begins: on the meta device what `init`
-    writes, otherwise rank 0's, for which all ranks must call this together."""
+    writes, otherwise that of the first rank of each group, group after group, for which all ranks
+    must call this together. (None: a rank alone.)"""
     if tensor.is_meta:
         return filled(tensor, name, device, init)
     value = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
     in_bytes = value.flatten().view(torch.uint8)  # gloo does not send every dtype
-    dist.broadcast(in_bytes, group=group, group_src=0)
+    for group in groups:
+        if group is not None:
+            dist.broadcast(in_bytes, group=group, group_src=0)
     return value
 
 

@@ -11,6 +11,9 @@ the sum; it updates that part of the parameters; an all-gather sends the new val
     gradients, on each rank   [ part 0 | part 1 ]    rank r gets the sum of the parts r, in place
     parameters                [ part 0 | part 1 ]    and updates its part r; then all get both
 
+With `replicas` a group is a part of all ranks, the others like it; ranks with the same part of the
+gradients add it up, too, after the reduce-scatter: G / W bytes over what joins the groups.
+
 Any code may compute the gradients: stages and cut matrices work too. (fsdp.py also shards gradients
 and parameters, and runs the layers itself.)
 
@@ -42,11 +45,18 @@ class ScatteredBucket(Bucket):
     Attributes:
         values: the parameters, end to end; all of them on every rank.
         shard: this rank's part of `values`, a view.
+        replicas: the ranks of other groups with the same part: its sums are added up over them.
     """
 
     kind = "reduce_scatter"
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        communicator: Communicator,
+        replicas: Communicator,
+    ) -> None:
+        self.replicas = replicas
         unit = self.unit = Unit(0, (), [*parameters.items()], communicator.size)
         trained = [*parameters.values()]
         # Both stay zero in the gaps: these count in norms.
@@ -66,9 +76,13 @@ class ScatteredBucket(Bucket):
 
     def finish_exchange(self) -> None:
         self.finish_sum()
+        if self.replicas.size > 1:
+            self.sum_of_replicas = self.replicas.start_all_reduce(self.part)
 
     def hand_back(self) -> None:
         """The gradients of the parameters are gone: their memory holds a part of the sum."""
+        if self.replicas.size > 1:
+            self.part.copy_(self.sum_of_replicas())
         self.shard.grad = self.part
         for p in self.parameters:
             p.grad = None
@@ -89,6 +103,7 @@ class ShardedOptimizer:
         make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.
+        replicas: of this rank's parts, in other groups like that of the communicator.
 
     Attributes:
         shards: this rank's part of each flat tensor.
@@ -105,6 +120,7 @@ class ShardedOptimizer:
         communicator: Communicator,
         kind: Callable[[str], Any] = lambda _: None,
         recorder: Recorder | None = None,
+        replicas: Communicator | None = None,
     ) -> None:
         for name, p in parameters.items():
             if not p.requires_grad:  # in a shard of trained ones it would decay
@@ -112,7 +128,8 @@ class ShardedOptimizer:
         self.communicator, self.recorder = communicator, recorder
         names = {p: name for name, p in parameters.items()}
         groups = in_backward_order(parameters.values(), kind=lambda p: kind(names[p]))
-        self._parts = [ScatteredBucket({names[p]: p for p in ps}, communicator) for ps in groups]
+        ranks = communicator, replicas or Communicator()
+        self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]
         self.buckets = GradientBuckets(self._parts, recorder)
         self.shards = [bucket.shard for bucket in self._parts]
         self.optimizer = make_optimizer(self.shards)

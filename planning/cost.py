@@ -89,9 +89,12 @@ class PricedStep:
         self.block, self.head = costs(model, layout, machine)
         self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
         tp, pp, n, ep = layout.tp, layout.pp, layout.stages, layout.ep
-        self.replicas = group(machine, layout.copies, layout.stride)
+        # The ranks that share one copy, or that add up gradients; and those with the same shards.
+        self.replicas = group(machine, layout.sharing, layout.stride)
+        more = layout.copies // layout.sharing
+        self.of_shards = group(machine, more, layout.stride * layout.sharing)
         # Of an expert; without --ep experts are as all other parameters.
-        of_expert = layout.copies // ep if ep > 1 else 1
+        of_expert = layout.sharing // ep if ep > 1 else 1
         self.of_experts = group(machine, of_expert, layout.stride * layout.cp * ep)
         self.block_size = (model.attention + model.experts // ep * model.mlp) / tp
         self.size = BYTES[layout.precision]
@@ -151,7 +154,7 @@ class PricedStep:
             forward = forward._replace(gathering=self._exposed(gathered, forward.seconds))
             exposed = self._exposed(gathered + reduced, backward.seconds)
             backward = backward._replace(gathering=exposed)
-        shard = (number - apart + apart * layout.ep) / layout.copies
+        shard = (number - apart + apart * layout.ep) / layout.sharing
         exchange, update = self._end_of_step(blocks, tables, number, apart, shard)
         held, working = self._memory_of_stage(blocks, tables, last, halves)
         passes = Passes(forward, backward, late)
@@ -181,6 +184,8 @@ class PricedStep:
             # nanotron's: DDP's buckets, or under ZeRO-1 a sum of all of them after backward.
             buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
             exchange = 2 * buckets * self._scattered(each / buckets, number, apart)
+        if layout.copies > layout.sharing:  # once per step, between groups with one copy each
+            exchange += self.of_shards.reduce(each * shard)
         if self.early and tables:  # the embedding's gradient comes last: nothing hides its sum
             last_sum = exchange * tables * model.table / (number * layout.tp)
             exchange, update = exchange - last_sum, update + last_sum
@@ -188,7 +193,7 @@ class PricedStep:
             # The parameters that others have updated; or those of the first block to compute.
             beside = max(1, blocks) if overlap == "all" else 1
             update += self._by_block(blocks, number, apart) / beside
-            update += self.machine.slices_us * 1e-6 * layout.copies * blocks
+            update += self.machine.slices_us * 1e-6 * layout.sharing * blocks
         return exchange, update
 
     def _memory_of_stage(

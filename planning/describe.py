@@ -148,6 +148,8 @@ class Layout:
     """default: bf16"""
     sequence_parallel: bool = False
     """split the positions, too, outside the cut matrices"""
+    shards: int | None = None
+    """replicas that share one copy under ZeRO, as many as a node has; divides dp; default: all"""
     order: str = "dp-pp-tp"
 
     @property
@@ -164,6 +166,11 @@ class Layout:
     def copies(self) -> int:
         """How many ranks have the same parameters, but for experts."""
         return self.dp * self.cp
+
+    @property
+    def sharing(self) -> int:
+        """How many of these share one copy in shards, or could."""
+        return (self.shards or self.dp) * self.cp
 
     @property
     def stride(self) -> int:
@@ -205,6 +212,12 @@ class Layout:
             (model.experts % self.ep == 0 and self.dp % self.ep == 0,
              f"--ep {self.ep} --experts {model.experts} --dp {self.dp}: ranks have equally many "
              f"experts; --ep {math.gcd(model.experts, self.dp)} works"),
+            (self.dp % (self.shards or 1) == 0 and (self.shards or self.ep) % self.ep == 0,
+             f"--shards {self.shards} --dp {self.dp} --ep {self.ep}: the replicas fall into groups "
+             f"of as many, each with all experts; --shards {self.dp} works"),
+            (self.shards is None or self.zero > 0,
+             f"--shards {self.shards}: without --zero every replica has a whole copy; "
+             "--zero 1 works"),
             (1 <= model.top_k <= model.experts,
              f"--top_k {model.top_k} --experts {model.experts}: a position cannot have more "
              f"experts than there are; --top_k {model.experts} works"),

@@ -54,8 +54,11 @@ def divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
-def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[Layout]:
-    """Every legal layout. `fixed`: options with the only value that is tried."""
+def layouts(
+    model: Model, gpus: int, batch_size: int, gpus_per_node: int = 0, **fixed: Any
+) -> Iterator[Layout]:
+    """Every legal layout. Under ZeRO all replicas share one copy, or those of a node do. `fixed`:
+    options with the only value that is tried."""
     given = {name: value for name, value in fixed.items() if value is not None}
     batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
@@ -80,12 +83,17 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             zeros = [0, 1] + [2] * (cp * pp * tp == 1) + [3] * (pp == 1)
         eps = divisors(math.gcd(dp, model.experts))
         ways = ("ring", "heads") if cp > 1 and model.heads % (cp * tp) == 0 else ("ring",)
-        for b, (schedule, chunks), zero, recompute, ep, way in product(
-            batches, kinds, zeros, again, eps, ways
+        of_node = gpus_per_node // (cp * pp * tp)  # replicas
+        groups = {None, given.get("shards"), of_node if 1 < of_node < dp else None}
+        for b, (schedule, chunks), zero, recompute, ep, way, shards in product(
+            batches, kinds, zeros, again, eps, ways, groups
         ):
+            if shards and not (zero and dp % shards == 0 and shards % ep == 0):
+                continue
             layout = Layout(
                 gpus, dp, cp, pp, tp, ep, way, b, batch_size, schedule, chunks, zero, recompute,
                 given.get("precision", "bf16"), may_split and tp > 1 and model.seq % tp == 0,
+                shards,
             )  # fmt: skip
             legal = batch_size // dp % b == 0 and layout.stages <= model.layers
             if legal and all(getattr(layout, name) == value for name, value in given.items()):
@@ -158,9 +166,10 @@ def doubts(step: PricedStep) -> str:
             f"\nTwo out of three unseen runs came within {where.error:.0%} of the prediction: "
             "layouts closer than that may come in another order."
         )
-    if step.layout.cp > 1 or step.layout.ep > 1:
+    if step.layout.cp > 1 or step.layout.ep > 1 or step.layout.shards:
         said += (
-            "\nNo run cut sequences or shared experts: what this costs is counted, not measured."
+            "\nNo run cut sequences, shared experts or had replicas of shards: what this costs is "
+            "counted, not measured."
         )
     if not where.measured_nodes:
         return f"{said}\nNo run was on this machine: nobody knows how wrong it is here."
@@ -181,7 +190,8 @@ def search(
     ValueError if none fits, with the one that needs least."""
     Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that no batch helps
     steps = [
-        PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
+        PricedStep(model, layout, machine)
+        for layout in layouts(model, gpus, batch_size, machine.gpus_per_node, **fixed)
     ]
     if not steps:
         for name, value in fixed.items():

@@ -72,7 +72,7 @@ def settled_data_parallel(given: DataParallelOptions) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     args = as_it_was(given, "ddp")
     ranks = rules.ranks_of_run(args) or 2
-    args = rules.settled(replace(args, world_size=ranks, **sizes(dp=ranks)))
+    args = rules.settled(replace(args, world_size=ranks, **{**sizes(dp=ranks), "shards": None}))
     rules.require(args, chain(rules.rules(args), rules.of_model(args)))
     return args
 

@@ -25,7 +25,8 @@ ddp
 fsdp
     Fully sharded data parallelism. Every rank gets a part of each batch and holds a shard of the
     parameters, gradients and optimizer state. It gathers a layer's parameters just before it uses
-    them. --zero 2 leaves the parameters whole, --zero 1 the gradients as well.
+    them. --zero 2 leaves the parameters whole, --zero 1 the gradients as well. With --shards 4 four
+    neighbouring ranks, those of a host, share one copy: only gradients of shards leave it.
 
     python project/train.py fsdp --num_workers 2 --zero 3 --model gpt2-mini
     python project/train.py fsdp --zero 2 --num_batches 2 --optimizer sgd --check_weights
@@ -114,6 +115,7 @@ ONLY = {
     "dp": "3d", "cp": "3d", "pp": "3d", "tp": "3d", "ep": "ddp fsdp 3d",
     "schedule": "pipeline 3d", "chunks": "pipeline 3d", "balance": "pipeline model 3d",
     "sequence_parallel": "tensor 3d", "attention": "context 3d", "zero": "fsdp context 3d",
+    "shards": "fsdp 3d",
     "compile": "none single ddp",
     **dict.fromkeys(("experts", "top_k", "balance_coefficient"),
                     "none single ddp fsdp pipeline model context 3d"),

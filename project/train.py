@@ -123,6 +123,7 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
         lengths["dp"] = max(1, ranks // product)
     workdir = args.workdir or Path(f"workdir/{args.strategy}{ranks if own else named(lengths)}")
     chunks = args.chunks or chunks_of(args.schedule)
+    lengths["shards"] = args.shards  # None: all
     return replace(args, **lengths, world_size=ranks, workdir=workdir, chunks=chunks)
 
 

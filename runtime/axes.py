@@ -1,18 +1,22 @@
 """The table of a run's axes. Imports nothing.
 
-A run has a place in a mesh for every rank, dp x ep x cp x pp x tp (mesh.py). Whatever is done for
-each axis goes through `AXES`: the mesh and its groups, the values of --dp, --ep, --cp, --pp, --tp,
-the names of workdirs, the words of a run's first line. (What an axis means for a layout stands in
-that layout; the planner, which imports no runtime, prices axes by a table of its own.)
+A run has a place in a mesh for every rank, dp x shards x ep x cp x pp x tp (mesh.py). Whatever is
+done for each axis goes through `AXES`: the mesh and its groups, the values of --dp, --shards, --ep,
+--cp, --pp, --tp, the names of workdirs, the words of a run's first line. (What an axis means for a
+layout stands in that layout; the planner, which imports no runtime, prices axes by a table of its
+own.)
 
     axis   its ranks have                      and meet
     dp     other examples                      after backward: gradients are averaged
+    shards other examples, other shards        in every layer (ZeRO 3), or after backward
     ep     other examples, other experts       in every layer of experts, and after backward
     cp     other positions of one example      in every attention, and after backward
     pp     other layers                        once per micro-batch
     tp     other parts of every matrix         several times in every layer
 
-A user's --dp counts all replicas, those of ep among them: --dp 4 --ep 2 is a mesh of dp 2, ep 2.
+A user's --dp counts all ranks with other examples, those of shards and ep among them, and --shards
+those of ep: --dp 8 --shards 4 --ep 2 is a mesh of dp 2, shards 2, ep 2. So ranks along dp hold the
+same, and all ranks that share one copy of the model are neighbours.
 """
 
 from __future__ import annotations
@@ -22,16 +26,19 @@ from typing import Any
 
 AXES = {  # outermost first, each in a word
     "dp": "data",
+    "shards": "shards",
     "ep": "expert",
     "cp": "context",
     "pp": "pipeline",
     "tp": "tensor",
 }
-BATCH_AXES = ("dp", "ep")  # over which a batch is dealt out
-DATA_AXES = ("dp", "ep", "cp")  # whose losses and gradients add up
-EXPERT_AXES = ("dp", "cp")  # whose ranks have the same experts
+BATCH_AXES = ("dp", "shards", "ep")  # over which a batch is dealt out
+DATA_AXES = ("dp", "shards", "ep", "cp")  # whose losses and gradients add up
+EXPERT_AXES = ("dp", "shards", "cp")  # whose ranks have the same experts
+SHARD_AXES = ("shards", "ep", "cp")  # whose ranks may share one copy of the model
+EXPERT_SHARD_AXES = ("shards", "cp")  # and one of their experts
 FACTORS = ("dp", "cp", "pp", "tp")  # whose options multiply to the number of ranks
-SELDOM = ("ep", "cp")  # which are left unsaid where they have one rank
+SELDOM = ("shards", "ep", "cp")  # which are left unsaid where they have one rank
 
 
 def sizes(**ranks: int) -> dict[str, Any]:
@@ -42,9 +49,12 @@ def sizes(**ranks: int) -> dict[str, Any]:
 
 
 def ranks_of(options: Mapping[str, Any]) -> dict[str, int]:
-    """The number of ranks on every axis, from the options of a run, where None is 1."""
+    """The number of ranks on every axis, from the options of a run, where None is 1; but of shards
+    under ZeRO all that there are."""
     ranks = {axis: options.get(axis) or 1 for axis in AXES}
-    return {**ranks, "dp": ranks["dp"] // ranks["ep"]}
+    of_a_copy = options.get("shards") or (ranks["dp"] if options.get("zero") else 1)
+    together = max(of_a_copy, ranks["ep"])  # ranks with other examples that share a copy
+    return {**ranks, "dp": ranks["dp"] // together, "shards": together // ranks["ep"]}
 
 
 def named(lengths: Mapping[str, int]) -> str:

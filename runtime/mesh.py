@@ -1,15 +1,16 @@
 """The mesh of a run: a rank's place on each axis, and the groups in which ranks work together.
 
-    rank = (((dp * EP + ep) * CP + cp) * PP + pp) * TP + tp
+    rank = ((((dp * SHARDS + shards) * EP + ep) * CP + cp) * PP + pp) * TP + tp
 
     dp 2, pp 2, tp 2:   dp=0   pp=0  [0 1]      dp=1   pp=0  [4 5]
                                pp=1  [2 3]             pp=1  [6 7]
 
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
-per step, so they are furthest apart. Ranks that share sequences (cp) or experts (ep) meet in every
-layer, too, but outside the stages and matrices, so that each has pipelines of its own. The table of
-axes is axes.py.
+per step, so they are furthest apart; those that share one copy of the model, in shards, are
+neighbours, so that a host can have it. Ranks that share sequences (cp) or experts (ep) meet in
+every layer, too, but outside the stages and matrices, so that each has pipelines of its own. The
+table of axes is axes.py.
 
 Not torch's `DeviceMesh`: it cannot describe a single process without a process group; its groups
 wait half an hour; an axis with all ranks gets the default group, in which the training loop sums
@@ -28,7 +29,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .axes import AXES, BATCH_AXES, DATA_AXES, EXPERT_AXES, axes_in_words, sizes
+from .axes import (
+    AXES,
+    BATCH_AXES,
+    DATA_AXES,
+    EXPERT_AXES,
+    EXPERT_SHARD_AXES,
+    SHARD_AXES,
+    axes_in_words,
+    sizes,
+)
 
 # The axes whose ranks meet in one group: each by itself, and those
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -36,6 +46,8 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     BATCH_AXES,  # which have other parts of a batch
     DATA_AXES,  # which average gradients
     EXPERT_AXES,  # which average gradients of the same experts
+    SHARD_AXES,  # which share a copy
+    EXPERT_SHARD_AXES,
 )
 
 
@@ -89,7 +101,7 @@ def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
         for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
             # Equal groups are one, but that of an axis whose ranks meet within a layer is its own:
             # gradients are averaged while backward runs.
-            key = ("dp" in axes and size > 1, tuple(members))
+            key = (not {"dp", "shards"}.isdisjoint(axes) and size > 1, tuple(members))
             if key not in groups:
                 groups[key] = dist.new_group(members, timeout=timedelta(seconds=timeout))
             between = message_groups(members, timeout) if axes == ("pp",) and size > 1 else ()

@@ -34,15 +34,11 @@ class Pool:
         nbytes = numel * dtype.itemsize
         size = 1 << (nbytes - 1).bit_length() if self._keeps else nbytes
         idle = self._idle.get(size)
-        memory = idle.pop() if idle else self._new(size)
+        memory = idle.pop() if idle else self._allocate(size)
         if not self._keeps:
             memory.untyped_storage().resize_(size)
         self._lent[memory.data_ptr()] = memory
         return memory[:nbytes].view(dtype)
-
-    @torch.inference_mode(False)
-    def _new(self, nbytes: int) -> Tensor:
-        return self._allocate(nbytes)  # of a training that comes after an evaluation, too
 
     def give(self, x: Tensor) -> None:
         """Takes a tensor back, if it is lent."""

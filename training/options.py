@@ -258,6 +258,10 @@ class Axes:
     zero: Literal[1, 2, 3] | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
     1 and 3; default: 3 in fsdp, elsewhere none"""
+    shards: Count | None = None
+    """data-parallel ranks that share one copy under --zero; further ranks hold copies of their own,
+    and only gradients of shards go there: for hosts that are joined by a slow network, as many as a
+    host has ranks; default: all"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """with --check_weights prefer sgd: AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = 0.9

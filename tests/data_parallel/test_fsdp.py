@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
@@ -139,16 +140,21 @@ VIEWS: Mapping[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 }
 
 
-class Recurrent(nn.Module):
-    """Its LSTM keeps a list of its parameters beside those of modules."""
+class Keeps(nn.Module):
+    """Keeps its parameter in a place of its own, too, as recurrent layers do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(FEATURES, FEATURES)
+        self.weight, self.lstm = nn.Parameter(torch.ones(FEATURES)), nn.LSTM(FEATURES, FEATURES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.lstm(x)[0]
-        return output
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["kept"] = value
+
+    def forward(self, x: Tensor) -> Any:
+        kept: Any = self.kept
+        return self.lstm(x * kept)[0]
 
 
 class Laid(nn.Module):
@@ -183,7 +189,7 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "unused": lambda: [Sometimes(False), *(Sometimes(True) for _ in range(3))],
     "matrix": lambda: [Matrix(), nn.Linear(FEATURES, 1, bias=False)],
-    "recurrent": lambda: [Recurrent(), linear(), Recurrent()],
+    "kept": lambda: [Keeps(), linear(), Keeps()],
     "laid": lambda: [Laid(), linear(), Laid()],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
@@ -275,3 +281,29 @@ def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use
         fsdp.forward(x)
     fsdp.backward(loss_of(fsdp.forward(x), target))
     assert_close(whole(fsdp, "gradients"), one_process(steps=1)[1][0])
+
+
+@pytest.mark.parametrize("share", [False, True])
+@on_ranks(2)
+def test_replicas_begin_alike_and_add_up_gradients_once(rank: int, _: int, share: bool) -> None:
+    """Each rank has a copy. Two backwards add up here, and once over the replicas; what is added
+    afterwards would be added to those of all."""
+    model, (x, target) = tied(), batch(0, HALVES[rank])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)  # other values on the second rank
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    with sharing(share):
+        fsdp = FullyShardedDataParallel(model, SGD, group=alone, replicas=dist.group.WORLD)
+    for factor in (0.25, 0.75):
+        fsdp.backward(loss_of(fsdp.forward(x), target) * factor)
+    for _again in range(2):
+        found = {
+            s.name: s.tensor.view(s.shape) for k in range(4) for s in fsdp.get_local_grad_shard(k)
+        }
+        assert_close(found, one_process(steps=1)[1][0])
+    fsdp.forward(x)
+    with pytest.raises(RuntimeError, match=r"^the gradients are those of all replicas"):
+        fsdp.backward(None)
+    fsdp.optimizer_step()
+    assert_close(whole(fsdp, "parameters"), one_process(steps=1)[2])

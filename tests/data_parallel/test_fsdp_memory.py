@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.pool import Pool
@@ -184,3 +185,35 @@ def test_on_a_gpu_a_graph_keeps_no_gathered_layer(_: int, _world: int) -> None:
     assert [memory.untyped_storage().nbytes() for memory in made] == [0, 0, 0]
     for unit, other in zip(fsdp.units, plain.units, strict=True):
         assert torch.equal(unit.shard, other.shard)
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products, those of backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, f: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += f.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_as_many_products_as_one_process_makes(_: int, _world: int, recompute: bool) -> None:
+    """None for the gradient of a frozen weight; computed again are all layers but the last, whose
+    backward is next."""
+
+    def layers() -> list[nn.Module]:
+        made = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        made[2].requires_grad_(False)
+        return [*made]
+
+    x, plain = torch.ones(2, WIDTH), nn.Sequential(*layers())
+    with _Products() as wanted:
+        plain(x).sum().backward()
+    fsdp = _make(layers(), recompute=recompute)
+    with _Products() as made:
+        fsdp.backward(fsdp.forward(x).sum())
+    assert made.number == wanted.number + 3 * recompute == 4 + 3 + 3 + 3 * recompute

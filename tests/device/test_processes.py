@@ -16,17 +16,21 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from context_parallel.ring import Ring
+from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.communicator import Communicator
 from runtime.dropout import mixed
 from runtime.mesh import GROUPS, make_mesh
+from tests.data_parallel.sharded_models import DTYPE, SGD, filled
+from tests.data_parallel.test_fsdp import LAYERS, REFUSED
 from tests.device.seen import Kernel, watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
+from tests.odd_layers import FEATURES, ODD, linear
 from tests.remote import on_device
 from training.checkpoint import Saver
 from training.launch.world import World
@@ -114,9 +118,53 @@ def test_a_ring_with_dropout_runs_fused_and_backward_drops_the_same() -> None:
     assert ranks(2, NCCL).run(dropped) == [([True, False, True], 4)] * 2
 
 
+@pytest.mark.parametrize("name", ["mesh4-2x1x2-sequence-zero3", "hybrid4-shards2-zero3"])
 @on_device
-def test_four_ranks_that_share_devices() -> None:
-    assert ranks(4).run(compared, "mesh4-2x1x2-sequence-zero3") == [""] * 4
+def test_four_ranks_that_share_devices(name: str) -> None:
+    assert ranks(4).run(compared, name) == [""] * 4
+
+
+def odd_layers(rank: int, _: int, narrow: bool) -> dict[str, str]:
+    """Shards of layers that do what few do, beside one process on the CPU; what is wrong, by kind.
+    In 16 bits only rounding may differ. (This device has neither sparse tensors nor the bits of
+    conjugates: tests/data_parallel has such layers.)"""
+    torch.cuda.set_device(rank)
+    wrong = {}
+    for kind in (*ODD, "slice", "expanded", "diagonal", "windows", "copy"):
+        if kind in REFUSED or "sparse" in kind or (narrow and kind == "complex weights"):
+            continue
+        models = [filled(nn.Sequential(linear(), *LAYERS[kind]())) for _ in range(2)]
+        inputs = [torch.full((2 + r, 2, FEATURES), 0.5 + r, dtype=DTYPE) for r in range(2)]
+        try:
+            fsdp = FullyShardedDataParallel(
+                models[0].float() if narrow else models[0], SGD, device="cuda",
+                compute_dtype=torch.bfloat16 if narrow else None,
+            )  # fmt: skip
+            x = inputs[rank].cuda()
+            output = fsdp.forward(x.bfloat16() if narrow else x)
+            fsdp.backward(output.to(torch.float32 if narrow else DTYPE).sum())
+            for x in inputs:
+                models[1](x).sum().backward()
+            for name, shape, start, part, _shard in (
+                piece for k in range(len(fsdp.layers)) for piece in fsdp.get_local_grad_shard(k)
+            ):
+                want = dict(models[1].named_parameters())[name].grad
+                if want is not None:
+                    whole = want.to_dense().flatten()
+                    off = part.cpu().to(whole.dtype) - whole[start : start + len(part)]
+                    if off.abs().max() > (0.1 if narrow else 1e-9) * (1 + whole.abs().max()):
+                        wrong[kind] = f"{name} {tuple(shape)}: off by {off.abs().max()}"
+        except Exception as error:
+            wrong[kind] = repr(error)
+    return wrong
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@on_device
+def test_shards_of_odd_layers_on_devices(narrow: bool) -> None:
+    """Memory that is gathered is freed between the passes, and views of it are notes."""
+    wrong = ranks(2, NCCL).run(odd_layers, narrow)
+    assert wrong == [{}, {}], wrong
 
 
 def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]:

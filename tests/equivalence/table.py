@@ -126,11 +126,15 @@ def mesh(
     ep: int = 1,
     cp: int = 1,
     attention: str = "ring",
+    shards: int | None = None,
 ) -> Build:
-    """dp x cp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts."""
+    """dp x cp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts, and `shards` a
+    copy."""
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        ranks = ranks_of({"dp": dp, "ep": ep, "cp": cp, "pp": pp, "tp": tp})
+        ranks = ranks_of(
+            {"dp": dp, "shards": shards, "ep": ep, "cp": cp, "pp": pp, "tp": tp, "zero": zero}
+        )
         places = make_mesh(ranks, 60.0)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         asked = having(
@@ -391,6 +395,30 @@ def _contexts() -> Iterator[Row]:
     yield Row("mesh4-2x1x1-cp2-none_left", 4, mesh(2, 1, 1, cp=2), Sentences(9, 8, n_head=4), 100)
 
 
+def _replicas_of_shards() -> Iterator[Row]:
+    """Four ranks: four copies, two copies in two shards each, one in four; with experts, positions,
+    matrices and stages cut, too. The last batch is smaller, and a replica may have no example."""
+    problem = Sentences(
+        22, n_layer=3, n_head=4, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
+    )
+    for zero, shards in product((1, 2, 3), (1, 2, 4)):
+        build = mesh(4, 1, 1, zero=zero, shards=shards)
+        yield Row(f"hybrid4-shards{shards}-zero{zero}", 4, build, problem, 2)
+    for zero in (1, 3):
+        build, name = mesh(4, 1, 1, zero=zero, shards=2), f"hybrid4-shards2-zero{zero}"
+        yield Row(f"{name}-gloo", 4, build, problem, 2)
+        yield Row(f"{name}-none_left", 4, build, Sentences(9, 8, n_head=4), 100)
+        yield Row(f"{name}-resumed", 4, build, problem, 2, "resumed run")
+        yield Row(f"{name}-twice", 4, build, problem, 2, "second run")
+        with_experts = mesh(4, 1, 1, ep=2, zero=zero, shards=2)
+        yield Row(f"{name}-ep2", 4, with_experts, replace(ROUTED, max_grad_norm=1.0))
+        with_positions = mesh(2, 1, 1, cp=2, zero=zero, shards=1)
+        yield Row(f"hybrid4-cp2-shards1-zero{zero}", 4, with_positions, problem, 2)
+        of_matrices = mesh(2, 1, 2, sequence_parallel=True, zero=zero, shards=1)
+        yield Row(f"hybrid4-tp2-shards1-zero{zero}", 4, of_matrices, problem, 2)
+    yield Row("hybrid8-pp2-shards2", 8, mesh(4, 2, 1, "zb", zero=1, shards=2), problem, 3)
+
+
 def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
     builds: dict[str, tuple[int, Build]] = {
@@ -485,7 +513,8 @@ def _experts() -> Iterator[Row]:
 
 
 PARTS = (
-    _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _same_bits, _recomputed, _experts
+    _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _replicas_of_shards, _same_bits,
+    _recomputed, _experts,
 )  # fmt: skip
 TABLE = tuple(row for part in PARTS for row in part())
 

@@ -76,7 +76,8 @@ SHORT = """
     mesh4-dp4-ep4-none_left mesh4-ep2-pp2-zb-zero1-resumed mesh4-ep2-pp2-zbv mesh4-dp4-ep2
     context2-ring context2-heads-no_target context2-ring-zero2 context3-ring-one_each context4-ring
     context3-heads-zero3 mesh4-1x2x1-cp2-zb mesh4-2x1x1-cp2-none_left mesh4-1x1x2-cp2-sequence
-    context2-experts mesh4-ep2-cp2-zero3
+    context2-experts mesh4-ep2-cp2-zero3 hybrid4-shards2-zero3 hybrid4-shards2-zero2
+    hybrid4-shards2-zero1-gloo hybrid4-shards2-zero3-none_left hybrid4-shards2-zero3-ep2
 """
 
 IN_BF16 = ["single-dropout", "mesh2-1x1x2-sequence", "context2-ring", "context2-heads", "mesh2-ep2"]

@@ -34,6 +34,7 @@ from data_parallel.zero1 import ShardedOptimizer
 from experts.layer import Experts, share_experts
 from pipeline.executor import Channel
 from runtime.communicator import Communicator
+from runtime.mesh import make_mesh
 from tests.ranks import sharing
 from training.layouts.layout import state_bytes
 from training.tasks.gpt2 import gpt2_config
@@ -139,10 +140,24 @@ def data_parallel_step(width: int) -> Bytes:
     return {"sent 0": sent, "held 0": sum(state_bytes(model.parameters(), [optimizer]).values())}
 
 
-def zero1_step(width: int) -> Bytes:
-    model, ranks, x = make_layers(width), Communicator(dist.group.WORLD), torch.randn(4, width)
-    ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
-    sharded = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, ranks)
+def hybrid_steps(_rank: int, _world_size: int, width: int) -> Bytes:
+    """The same of a rank of four: two share a copy, and there are two copies."""
+    mesh = make_mesh({"dp": 2, "shards": 2}, 60.0)
+    groups = mesh["shards"].group, mesh["dp"].group
+    with sharing(False):
+        found = zero1_step(width, *groups)
+        return found | sharded_step(2, width, *groups) | sharded_step(3, width, *groups)
+
+
+def zero1_step(
+    width: int, group: dist.ProcessGroup | None = None, replicas: dist.ProcessGroup | None = None
+) -> Bytes:
+    model, x = make_layers(width), torch.randn(4, width)
+    ranks, others = Communicator(group or dist.group.WORLD), Communicator(replicas)
+    for communicator in (ranks, others):
+        communicator.all_reduce(torch.ones(1))  # finds out what the ranks share
+    parameters = dict(model.named_parameters())
+    sharded = ShardedOptimizer(parameters, torch.optim.AdamW, ranks, replicas=others)
     sharded.buckets.watch()
 
     def step() -> None:
@@ -156,8 +171,12 @@ def zero1_step(width: int) -> Bytes:
     return {"sent 1": sent, "held 1": sum(held.values())}
 
 
-def sharded_step(zero: int, width: int) -> Bytes:
-    fsdp = FullyShardedDataParallel(make_layers(width), torch.optim.AdamW, zero=zero)
+def sharded_step(
+    zero: int, width: int, group: Any = None, replicas: dist.ProcessGroup | None = None
+) -> Bytes:
+    fsdp = FullyShardedDataParallel(
+        make_layers(width), torch.optim.AdamW, zero=zero, group=group, replicas=replicas
+    )
     x, held = torch.randn(4, width), list[int]()
 
     def step() -> None:

@@ -101,6 +101,22 @@ def test_a_rank_holds_and_sends_what_the_formula_says(ranks: Ranks) -> None:
             assert held <= found[f"held {zero}"] < 1.01 * held + 2e4
 
 
+def test_replicas_of_shards_send_a_shard_of_the_gradients(four_ranks: Ranks) -> None:
+    """Two ranks share a copy, of which there are two. Inside a group a rank sends and holds what
+    ranks that are alone do; between groups half of what plain data parallelism would."""
+    layer = 8 * WIDTH**2 + 5 * WIDTH
+    P = counted.LAYERS * layer
+    between = cost.zero_traffic(0, P, 2, FP32) / 2
+    for found in four_ranks.run(counted.hybrid_steps, WIDTH):
+        for zero in (1, 2, 3):
+            sent = cost.zero_traffic(zero, P, 2, FP32) + between
+            if zero == 3:
+                sent -= cost.reduce_scatter_bytes(4 * layer, 2)
+            assert sent <= found[f"sent {zero}"] < 1.01 * sent + 2e4
+            held = cost.zero(zero, P, 2, FP32).total
+            assert held <= found[f"held {zero}"] < 1.01 * held + 2e4
+
+
 def test_rows_travel_to_experts_as_the_formula_says(ranks: Ranks) -> None:
     """Some kilobytes more are headers, and the counts of rows."""
     sent = cost.expert_traffic(512, WIDTH, 2, 2, element=4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planning.cost import GIB, Memory, PricedStep
-from planning.describe import Layout, machine, model_of
+from planning.describe import MODELS, Layout, machine, model_of
 from planning.search import command, cut, doubts, kinds, layouts, options, preferred, search, why
 from project.train import parse_train
 
@@ -85,6 +85,28 @@ def test_long_sequences_and_experts_are_cut() -> None:
     assert {x.cp for x in layouts(MODEL, 8, 64, cp=8)} == {8}
     some = {(x.tp, x.dp, x.ep) for x in layouts(replace(MODEL, experts=4), 8, 64, pp=1)}
     assert some == {(1, 8, 1), (1, 8, 2), (1, 8, 4)}
+
+
+def test_replicas_of_shards_spare_a_slow_network() -> None:
+    """Two nodes: over a fast network one copy in shards is faster, over a slow one a copy each."""
+    model, chosen = MODELS["gpt2-xl"], []
+    for network in (200, 1.25):
+        where = replace(A100, network_gbs=network)
+        best = search(model, 16, where, 64, pp=1, tp=1, cp=1, micro_batch=2)[0]
+        chosen.append(best.layout.shards)
+        assert ("--shards 8" in options(best.layout)) == (best.layout.shards == 8)
+        assert ("replicas of shards" in doubts(best)) == (best.layout.shards == 8)
+    assert chosen == [None, 8]
+    assert {x.shards for x in layouts(model, 16, 64, 8, zero=3)} == {None, 8}
+    assert {x.shards for x in layouts(model, 16, 64, 8, zero=3, shards=16)} == {16}
+    whole = Layout(16, 16, micro_batch=1, batch_size=16, zero=1)
+    assert replace(whole, shards=4).sharing == 4 and whole.sharing == 16
+    for wrong, said in (
+        ({"shards": 3}, "--shards 3 --dp 16"),
+        ({"zero": 0}, "--shards 4: without"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replace(whole, **{"shards": 4, **wrong}).check(model)  # type: ignore[arg-type]
 
 
 def test_the_documentation_has_the_planners_choice_of_ring_or_heads() -> None:

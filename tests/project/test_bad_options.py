@@ -84,6 +84,9 @@ pp FLOW --pipeline blocks --schedule zb => it is gpipe; --model_parallel_mode pi
 train 3d --dp 2 --pp 2 --world_size 2 => dp x cp x pp x tp is 4; start 4 ranks
 train 3d --cp 2 --pp 2 --zero 3 --model gpt2-mini => keep their parameters and gradients; --zero 1,
 train 3d --dp 2 --pp 2 --zero 2 => keep their parameters and gradients; --zero 1, or --pp 1, works
+train fsdp -w 4 --shards 3 => the 4 data-parallel ranks fall into groups of as many; --shards 1 or 2
+train 3d --dp 4 --shards 2 => without --zero every rank has a whole copy; --zero 1 works
+train fsdp -w 4 --model gpt2-mini --experts 4 --ep 2 --shards 1 => share a copy; --shards 2 works
 # what cannot be cut
 train ddp --dataset mine.txt => only GPT-2 learns text, and only its matrices and positions are cut
 train tensor => only its matrices and positions are cut; --model gpt2-mini works
@@ -206,8 +209,8 @@ MAY_CHANGE = """
     async_save attention balance benchmark_only bucket_mb check_output check_weights chunks compile
     cores_per_rank cp device dp ep gradient_sync keep model_parallel_mode n_epochs
     num_batches num_devices num_microbatches on_nan pipeline pp print_steps profile
-    pytest recompute resume save_every schedule sequence_parallel step_timeout strategy tensorboard
-    timeline timeout tp typed wandb workdir world_size zero
+    pytest recompute resume save_every schedule sequence_parallel shards step_timeout strategy
+    tensorboard timeline timeout tp typed wandb workdir world_size zero
 """
 
 

@@ -98,6 +98,7 @@ def test_with_the_same_layout_bit_for_bit(
 STEPS = [
     (2, "run_data_parallel"),
     (4, "train 3d --dp 2 --tp 2 --zero 3"),
+    (4, "train 3d --dp 2 --cp 2 --zero 3 --shards 1"),
     (4, "train 3d --pp 2 --tp 2"),
     (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),  # to the end: it costs least
 ]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.shards import FlatSlice
-from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES
+from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES, EXPERT_SHARD_AXES, SHARD_AXES
 from runtime.mesh import Axis, Mesh
 from runtime.waits import control_device
 from training.launch.world import World
@@ -39,6 +39,7 @@ class MeshLayout(LaidOutModel):
         cut_task: the task's layers, as this rank has them.
         data_ranks: the ranks with the same layers and, experts aside, the same parts of matrices.
             They average the gradients of these, or share them out as shards.
+        replicas_of_shards: those of them that hold the same shards, or the same whole parameters.
         forward_ranks: the ranks that take part in the same forward.
     """
 
@@ -46,7 +47,7 @@ class MeshLayout(LaidOutModel):
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
         self.world = world
         self.dp_rank, self.dp_size, _ = mesh[BATCH_AXES]
-        self.data_ranks = mesh[DATA_AXES]
+        self.data_ranks, self.replicas_of_shards = mesh[DATA_AXES], mesh["dp"]
         self.mask_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
         self.forward_ranks: Axis = mesh["ep"]
         self.cut_task = cut_task(task, setup, mesh)  # on the meta device: no memory
@@ -60,6 +61,10 @@ class MeshLayout(LaidOutModel):
     def data_axes(self, name: str) -> tuple[str, ...]:
         """The axes whose ranks average a parameter's gradient."""
         return EXPERT_AXES if name in self.cut_task.experts else DATA_AXES
+
+    def shard_axes(self, name: str) -> tuple[str, ...]:
+        """The axes whose ranks have one copy of a parameter in shards; those along dp have more."""
+        return EXPERT_SHARD_AXES if name in self.cut_task.experts else SHARD_AXES
 
     def shared_axes(self, name: str) -> tuple[str, ...]:
         """The other axes along which ranks hold the same of a parameter: here that of the matrices,
@@ -78,8 +83,9 @@ class MeshLayout(LaidOutModel):
         """The rectangles of whole parameters in this rank's flat shards."""
         held = []
         for x in self.cut_task.cut(x for flat in slices for x in rectangles_of(*flat)):
-            replicas = self.replicas(*self.shared_axes(x.name))
-            counts = counts_here(self.is_first(x.name))  # its shard
+            replicas = self.replicas("dp", *self.shared_axes(x.name))
+            rank, size, _ = self.replicas_of_shards
+            counts = counts_here(self.is_first(x.name), 0, rank, size)  # one of the replicas
             held.append(replace(x, replicas=replicas, counts=counts))
         return held
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
+from runtime.axes import SHARD_AXES
 from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
@@ -23,12 +24,13 @@ from .on_mesh import MeshLayout
 
 
 class Sharded(MeshLayout):
-    """Parameters, gradients and optimizer state in shards over the mesh's data axis."""
+    """Parameters, gradients and optimizer state in shards over the mesh's data axes, of which ranks
+    along `dp` hold the same."""
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, cut_task = setup.args, self.cut_task
-        self.forward_ranks = self.data_ranks  # they gather
+        self.forward_ranks = self.data_ranks  # they gather, or share experts
         self.results_per_rank = self.dp_size == world.world_size  # each has a part of the batch
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
@@ -37,10 +39,11 @@ class Sharded(MeshLayout):
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names=names_of(cut_task.model), init=cut_task.initialize, zero=args.zero or 3,
-            compute_dtype=compute_dtype, device=world.device, group=self.data_ranks.group,
+            compute_dtype=compute_dtype, device=world.device, group=mesh[SHARD_AXES].group,
+            replicas=self.replicas_of_shards.group,
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             traits=lambda name: Traits(
-                mesh[self.data_axes(name)].group,
+                mesh[self.shard_axes(name)].group,
                 exact=name.endswith("router.weight"),  # probabilities are float32
                 kind=name in cut_task.shards,  # cut parameters and whole ones apart
             ),

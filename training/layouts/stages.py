@@ -71,15 +71,16 @@ class Staged(MeshLayout):
         self.sharded: list[ShardedOptimizer] = []
         self._buckets: dict[nn.Parameter, GradientBuckets] = {}  # by parameter
         alone = self.data_ranks.size == 1
-        for parameters, replicas in () if alone else self._by_replicas():
-            communicator = Communicator(replicas.group)
+        for parameters, summing, sharing in () if alone else self._by_replicas():
             if args.zero == 1:  # each replica updates its part of this rank's parameters
                 sharded = ShardedOptimizer(
-                    parameters, setup.optimizer, communicator, self._kind, setup.timeline
-                )
+                    parameters, setup.optimizer, Communicator(sharing.group), self._kind,
+                    setup.timeline, Communicator(self.replicas_of_shards.group),
+                )  # fmt: skip
                 self.sharded.append(sharded)
                 buckets = sharded.buckets
             else:
+                communicator = Communicator(summing.group)
                 groups = in_backward_order(parameters.values())
                 summed = [SummedBucket(group, communicator) for group in groups]
                 buckets = GradientBuckets(summed, setup.timeline)
@@ -125,13 +126,14 @@ class Staged(MeshLayout):
             held.append(Held.whole(name, p, self.replicas(*axes, *self.shared_axes(name)), counts))
         return self.cut_task.cut(held)
 
-    def _by_replicas(self) -> list[tuple[dict[str, nn.Parameter], Axis]]:
-        """This rank's parameters by name, and the ranks that average their gradients: those of
-        experts, if ranks share them, apart from the others."""
-        by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    def _by_replicas(self) -> list[tuple[dict[str, nn.Parameter], Axis, Axis]]:
+        """This rank's parameters by name, the ranks that add up their gradients, and those of them
+        that may share one copy in shards. Experts, if ranks share them, come apart."""
+        by_axes: dict[tuple[tuple[str, ...], ...], dict[str, nn.Parameter]] = {}
         for name, p in self.pipe.named_parameters().items():
-            by_axes.setdefault(self.data_axes(name), {})[name] = p
-        return [(parameters, self.mesh[axes]) for axes, parameters in by_axes.items()]
+            axes = self.data_axes(name), self.shard_axes(name)
+            by_axes.setdefault(axes, {})[name] = p
+        return [(ps, self.mesh[add], self.mesh[share]) for (add, share), ps in by_axes.items()]
 
     def backward(self, step: Step) -> Tensor:
         """The last stage has the loss of its replica; the first of its tensor ranks counts it."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.axes import DATA_AXES, ranks_of
 from runtime.mesh import Mesh, make_mesh
 from runtime.sums import add_up, sum_into
 from tests.equivalence.compare import rectangles, same_places
@@ -41,7 +42,7 @@ def adding_backwards(mesh: Mesh) -> Iterator[None]:
     """Inside, the replicas of this rank add up their gradients from the last to the first, if it is
     the second on its other axis; and so do the tensor ranks of all replicas but the first."""
     after = mesh["pp"].rank + mesh["tp"].rank > 0
-    groups = [mesh["dp"].group] * after + [mesh["tp"].group] * (mesh["dp"].rank > 0)
+    groups = [mesh[DATA_AXES].group] * after + [mesh["tp"].group] * (mesh[DATA_AXES].rank > 0)
     all_reduce: Any = dist.all_reduce
 
     def reduced(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
@@ -83,7 +84,8 @@ def test_copies_stay_equal_in_whatever_order_groups_add(
     """Raises RunError if the gradients of copies differ in one of two steps. (In the weights their
     last bits show later.)"""
     world = World(rank, world_size)
-    mesh = make_mesh({"dp": 6 // (pp * tp), "pp": pp, "tp": tp}, 60.0)
+    ranks = {"dp": 6 // (pp * tp), "pp": pp, "tp": tp, "zero": zero}
+    mesh = make_mesh(ranks_of(ranks), 60.0)
     task = PROBLEM.task(world, torch.float32)
     options = Options(num_microbatches=2, zero=zero or None, sequence_parallel=sequence)
     setup = Setup(options, partial(torch.optim.SGD, lr=0.1), cut=(3, 3) if pp > 1 else None)
