@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.communicator import Communicator, Finish, StartedSum
-from runtime.guards import ForeignLeaves, refuse_gradient, refuse_gradient_hooks
+from runtime.guards import ForeignLeaves, is_checked, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
 from runtime.pool import private_pool
 from runtime.recorder import Recorder, acting
@@ -162,6 +162,7 @@ class FullyShardedDataParallel:
         self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
+        self._steps = 0  # of which some are checked (runtime/guards.py)
         self._microbatch = 0  # backwards since the last step
         # The sums that were started last; and whether nothing more is added to them in this step
         self._reducing: list[tuple[ShardedUnit, Finish, bool]] = []
@@ -193,7 +194,7 @@ class FullyShardedDataParallel:
             self._gather(k, layer.units, following)  # without examples too: others wait for it
             if x is not None:
                 with self._record("F", k):
-                    value, graph = layer.forward(value)
+                    value, graph = layer.forward(value, is_checked(self._steps))
             self._graphs.append(graph)
             # Keep the last layer's parameters: its backward is next.
             if following or not training:
@@ -312,6 +313,7 @@ class FullyShardedDataParallel:
             u.shard.grad = None
             u.publish()
         self._barrier(self._microbatch)  # nobody gathers old values
+        self._steps += 1
         self._microbatch, self._summed = 0, False
 
     # What this rank holds

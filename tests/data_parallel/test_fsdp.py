@@ -307,3 +307,17 @@ def test_replicas_begin_alike_and_add_up_gradients_once(rank: int, _: int, share
         fsdp.backward(None)
     fsdp.optimizer_step()
     assert_close(whole(fsdp, "parameters"), one_process(steps=1)[2])
+
+
+@on_ranks(2)
+def test_a_layer_that_turns_wrong_later_is_found_in_a_checked_step(_: int, _world: int) -> None:
+    """From its third step on it uses a tensor of its caller."""
+    foreign, x, steps = torch.ones(2, requires_grad=True), torch.ones(1, 2), 0
+    late = Call(lambda x: x * foreign if steps > 2 else x)
+    fsdp = FullyShardedDataParallel([nn.Linear(2, 2), late], SGD)
+    with pytest.raises(RuntimeError, match=r"^layer 1 \(Call\) uses a tensor that requires grad"):
+        while steps < 20:
+            fsdp.backward(fsdp.forward(x).sum())
+            fsdp.optimizer_step()
+            steps += 1
+    assert steps == 16
