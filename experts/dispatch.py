@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from runtime.communicator import Communicator, Lengths
@@ -62,3 +63,8 @@ def exchange(rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
 def swapped(lengths: Lengths) -> Lengths:
     """By receiver and sender: the lengths of the way back."""
     return [list(column) for column in zip(*lengths, strict=True)]
+
+
+def put_back(rows: Tensor, order: Tensor) -> Tensor:
+    """Rows that were taken in an `order`, at the places where they had been."""
+    return torch.empty_like(rows).index_copy(0, order, rows)

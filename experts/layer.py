@@ -15,7 +15,9 @@ function over rows that lie by expert, a matrix product for each run of rows, wr
 Its gradient of the weights may wait (runtime/linear.py), and is added to the sum over micro-batches
 expert by expert: a stage makes one [E, K, M] per step, and not one per micro-batch.
 
-Rejected: padding all experts' rows to the longest for one batched product, and
+On a GPU the runs of all experts are one product (grouped.py), once rows are sorted.
+
+Rejected: padding all experts' rows to the longest for one batched product, and, on CPUs,
 `torch._grouped_mm`; docs/mathematics.md has the times.
 
 Cost: parameters and optimizer state of E MLPs, divided by the ranks that share them. Activations
@@ -34,11 +36,12 @@ import torch
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator
-from runtime.linear import add_product, add_rows, multiplied
+from runtime.linear import Product, add_product, add_rows, multiplied
 from runtime.meta import names_of
 from runtime.sums import narrowed
 
-from .dispatch import Segments, exchange, segments_of, swapped
+from .dispatch import Segments, exchange, put_back, segments_of, swapped
+from .grouped import Grouped, may_group, order_by_expert
 from .routing import Choice, choose
 
 
@@ -83,19 +86,29 @@ class Experts(nn.Module):
         # Copies, then a permutation: the gradients of k rows are added in one order, on a GPU, too.
         rows = positions[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
         results = self._computed(rows.index_select(0, order), counts)
-        results = torch.empty_like(results).index_copy(0, order, results)  # by position again
+        results = put_back(results, order)  # by position again
         by_choice = results.view(len(positions), self.top_k, results.size(1))
         y = (by_choice * choice.weights[..., None]).sum(1)
         return y.to(x.dtype).view(x.shape), choice
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts make of rows that lie by expert, `counts` of each, [E]."""
-        of_ranks = self.ranks.all_gather(counts[None], 0).tolist()  # the one wait for a GPU
+        by_rank = self.ranks.all_gather(counts[None], 0)  # [senders, E]
+        of_ranks = by_rank.tolist()  # the layer's one wait for a GPU
         lengths, segments = segments_of(of_ranks, self.ranks.rank)
         rows = exchange(rows, self.ranks, lengths)
-        hidden = self.act(self.experts["c_fc"](rows, segments))
-        results = self.experts["c_proj"](hidden, segments)
+        if may_group(rows, *(n for p in self.experts.parameters() for n in p.shape[1:])):
+            counts = self.ranks.shard_of(by_rank, 1)  # [senders, this rank's experts]
+            order, ends = order_by_expert(counts, len(rows))
+            results = self._multiplied(rows.index_select(0, order), Grouped(ends))
+            results = put_back(results, order)
+        else:
+            results = self._multiplied(rows, _Segmented(segments))
         return exchange(results, self.ranks, swapped(lengths))
+
+    def _multiplied(self, rows: Tensor, product: Product) -> Tensor:
+        y: Tensor = self.experts["c_proj"](self.act(self.experts["c_fc"](rows, product)), product)
+        return y
 
 
 class StackedLinear(nn.Module):
@@ -106,9 +119,9 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(like.new_empty(num_experts, *like.shape))  # [E, K, M]
         self.bias = nn.Parameter(like.new_empty(num_experts, like.size(1)))  # [E, M]
 
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        """[R, K] to [R, M], each segment of rows by its expert."""
-        return multiplied(_Segmented(segments), x, self.weight, self.bias)
+    def forward(self, x: Tensor, product: Product) -> Tensor:
+        """[R, K] to [R, M], each row by its expert."""
+        return multiplied(product, x, self.weight, self.bias)
 
 
 def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int, ...]]:

@@ -325,7 +325,8 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Multiplied(torch.autograd.Function):
     """`weight` and `bias` are arguments so that the result has a graph even if x has none, and
-    to get their gradients if nothing is left for later. The others: the operands, and how."""
+    to get their gradients if nothing is left for later. `w` and `b` are the operands, perhaps cast.
+    """
 
     @staticmethod
     def forward(
@@ -335,11 +336,13 @@ class _Multiplied(torch.autograd.Function):
         bias: Tensor | None,
         w: Tensor,
         b: Tensor | None,
-        *how: Any,
+        product: Product,
+        exchange: AroundProduct | None,
+        later: WeightsLater | None,
     ) -> Tensor:
         ctx.save_for_backward(x, w)  # of a scattered x this rank's rows
-        ctx.notes = weight, bias if bias is not None and bias.requires_grad else None, *how
-        product, exchange, _ = how
+        trained_bias = bias if bias is not None and bias.requires_grad else None
+        ctx.notes = weight, trained_bias, product, exchange, later
         x = x if exchange is None else exchange.gather(x)
         # Autograd forbids in-place changes of a view made by a function; .data is no view, and
         # costs no kernel.
@@ -348,6 +351,11 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """With an `exchange` this rank's dx is an addend, whose sum travels beside the product dw:
+
+        compute     dx = dy w' | dw = x' dy | dx goes on to the layer before
+        exchange               start   sum(dx)   finish
+        """
         x, w = ctx.saved_tensors
         weight, bias, product, exchange, later = ctx.notes
         if torch.is_grad_enabled() and (later is None or exchange is not None):

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import flash, seen
+from . import flash, grouped, seen
 
 aten = torch.ops.aten
 STAND_INS: dict[str, Any] = {  # kernels that only CUDA has
     "_scaled_dot_product_flash_attention": flash.forward,
     "_scaled_dot_product_flash_attention_backward": flash.backward,
+    "_grouped_mm": grouped.product,
 }
 COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 INDEXING = {
@@ -175,7 +176,8 @@ def _note(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> None:
     if func in COPIES:
         _note_copy(func, args, kwargs, at)
         return
-    if name in WAITS or func is aten.repeat_interleave.Tensor:
+    counted = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    if name in WAITS or counted:
         seen.wait(WAITS.get(name, name))
     if func in INDEXING and any(
         isinstance(i, DeviceTensor) and i.dtype in (torch.bool, torch.uint8)

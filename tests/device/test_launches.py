@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from experts.layer import Experts, share_experts
@@ -17,7 +17,7 @@ from runtime.communicator import Communicator
 from runtime.mesh import make_mesh
 from runtime.meta import materialize, names_of
 from tensor_parallel import loss
-from tests.device.seen import Seen, watch
+from tests.device.seen import watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.problems import Sentences
 from tests.remote import on_device
@@ -65,26 +65,39 @@ def test_head_and_loss_launch_at_most_300_kernels_and_never_wait() -> None:
         assert waits == {} and of_measure == ["copy to the CPU"]
 
 
-def routed(rank: int, _: int) -> tuple[list[str], Seen]:
-    """A layer of experts in 16 bits, forward and backward: what the host waits for."""
+def routed(rank: int, _: int, empty: bool) -> tuple[list[str], Counter[str], float]:
+    """A layer of experts in 16 bits, forward and backward: what the host waits for, its kernels by
+    name, and how far its gradients are from those of the CPU, as a part of the largest.
+    `empty`: expert 0 gets no row."""
     torch.cuda.set_device(rank)
+    ranks = Communicator(dist.group.WORLD)
     mlp = GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2))
-    layer = Experts(mlp, 4, 2)
-    for p in layer.parameters():
-        nn.init.normal_(p)
-    layer.cuda()
-    share_experts(layer, Communicator(dist.group.WORLD))
-    x: Tensor = torch.randn(2, 9, C, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16), watch() as seen:
-        y, _ = layer(x)
-        y.sum().backward()
-    return [wait.why for wait in seen.waits], seen
+    layers = [Experts(mlp, 4, 2) for _ in range(2)]
+    x, gradients = torch.randn(2, 9, C), []
+    for device, layer in zip(("cpu", "cuda"), layers, strict=True):
+        generator = torch.Generator().manual_seed(1)
+        for p in layer.parameters():
+            nn.init.normal_(p, generator=generator)
+        layer.router.weight.data[0] = -9.0 * empty  # of positive numbers: never chosen
+        layer.to(device)
+        share_experts(layer, ranks)
+        own = x.abs().to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16), watch() as seen:
+            y, _ = layer(own)
+            y.square().sum().backward()
+        gradients.append([p.grad.cpu() for p in layer.parameters() if p.grad is not None])
+    size = max(float(g.abs().max()) for g in gradients[0])
+    off = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True)) / size
+    return [wait.why for wait in seen.waits], seen.operators, off
 
 
+@pytest.mark.parametrize("empty", [False, True])
 @on_device
-def test_a_layer_of_experts_waits_once() -> None:
-    for waits, _ in ranks(2, NCCL).run(routed):
-        assert waits == ["copy to the CPU"]
+def test_a_layer_of_experts_waits_once_and_multiplies_all_of_them_at_once(empty: bool) -> None:
+    """Two matrices: y, dx and dw of each."""
+    for waits, operators, off in ranks(2, NCCL).run(routed, empty):
+        assert waits == ["copy to the CPU"] and operators["_grouped_mm"] == 6
+        assert operators["mm"] + operators["addmm"] < 6 and off < 2**-6
 
 
 def types_sent(rank: int, _: int, sequence: bool) -> set[torch.dtype]:
