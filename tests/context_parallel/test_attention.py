@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from context_parallel import blocks
+from context_parallel import blocks, ring
 from context_parallel.heads import Heads
 from context_parallel.positions import zigzag
 from context_parallel.ring import Ring
@@ -105,6 +106,18 @@ def test_in_half_precision(world_of: Callable[[int], Ranks], c: int, way: str, p
         assert all(a < 1.5 * b for a, b in zip(off, usual, strict=True))
 
 
+def types_of_sums(rank: int, world_size: int) -> set[torch.dtype]:
+    """In which types blocks of 16-bit numbers are joined."""
+    q, k, v, _ = (t[:, :, zigzag(rank, world_size, T)] for t in inputs(torch.bfloat16))
+    with patch.object(ring, "_join", wraps=ring._join) as join:
+        Ring(Communicator(dist.group.WORLD))(q, k, v, None, 0.0, KEYS, 7)
+    return {t.dtype for call in join.mock_calls for t in call.args[:2]}
+
+
+def test_blocks_are_joined_in_float32(ranks: Ranks) -> None:
+    assert ranks.run(types_of_sums) == [{torch.float32}] * 2
+
+
 def test_every_way_to_compute_a_block_is_the_same() -> None:
     """The kernel, and products that drop nothing; with a mask, and with other keys than queries."""
     q, k, v, d = inputs(torch.float64)
@@ -140,11 +153,11 @@ def test_a_kernel_for_16_bits_is_the_same() -> None:
 
 def drawn(rank: int, _: int, keys: int | None) -> tuple[bool, bool, float]:
     """Whether two calls drop the same, after the same seed and without; and the share they drop."""
-    ring = Ring(Communicator(dist.group.WORLD))
+    attend = Ring(Communicator(dist.group.WORLD))
     like, v = torch.zeros(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
 
     def kept() -> Tensor:
-        return ring(like, like, v, None, 0.5, keys, 7)
+        return attend(like, like, v, None, 0.5, keys, 7)
 
     torch.manual_seed(rank)
     one, two = kept(), kept()

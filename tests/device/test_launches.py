@@ -65,7 +65,7 @@ def test_head_and_loss_launch_at_most_300_kernels_and_never_wait() -> None:
         assert waits == {} and of_measure == ["copy to the CPU"]
 
 
-def routed(rank: int, _: int, empty: bool) -> tuple[list[str], Counter[str], float]:
+def routed(rank: int, _: int, empty: bool) -> tuple[list[str], Counter[str], list[float]]:
     """A layer of experts in 16 bits, forward and backward: what the host waits for, its kernels by
     name, and how far its gradients are from those of the CPU, as a part of the largest.
     `empty`: expert 0 gets no row."""
@@ -87,7 +87,7 @@ def routed(rank: int, _: int, empty: bool) -> tuple[list[str], Counter[str], flo
             y.square().sum().backward()
         gradients.append([p.grad.cpu() for p in layer.parameters() if p.grad is not None])
     size = max(float(g.abs().max()) for g in gradients[0])
-    off = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True)) / size
+    off = [float((a - b).abs().max()) / size for a, b in zip(*gradients, strict=True)]
     return [wait.why for wait in seen.waits], seen.operators, off
 
 
@@ -97,7 +97,8 @@ def test_a_layer_of_experts_waits_once_and_multiplies_all_of_them_at_once(empty:
     """Two matrices: y, dx and dw of each."""
     for waits, operators, off in ranks(2, NCCL).run(routed, empty):
         assert waits == ["copy to the CPU"] and operators["_grouped_mm"] == 6
-        assert operators["mm"] + operators["addmm"] < 6 and off < 2**-6
+        assert operators["mm"] + operators["addmm"] < 6
+        assert all(a < 2**-6 for a in off)  # also if it is no number
 
 
 def types_sent(rank: int, _: int, sequence: bool) -> set[torch.dtype]:
