@@ -3,6 +3,7 @@
 predict    seconds, tokens/s, where the time goes, memory of every GPU, whether it fits
 search     every legal layout: the best, why the others are slower, the command that trains
 simulate   one schedule, from the seconds of its actions: bubble, idle time by cause, what is held
+schedule   a better order than those that have names: docs/schedules.md
 
 python project/plan.py search --model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512
 python project/plan.py search --model gpt2-mini --batch_size 64 --machine this
@@ -27,9 +28,11 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import project  # noqa: F401  (first: it says what to type if the environment is not active)
 
 # isort: split
-from pipeline.schedules.catalogue import SCHEDULES, find
+from pipeline.schedules.catalogue import SCHEDULES, find, sizes_of, text_of
 from pipeline.schedules.printed import peak_alive
-from planning import search
+from pipeline.schedules.schedule import FORWARD, Action
+from pipeline.schedules.written import write_schedule
+from planning import order, search
 from planning.cost import PricedStep
 from planning.describe import (
     LINKS,
@@ -45,6 +48,7 @@ from planning.describe import (
     machines,
     model_of,
 )
+from planning.order import WorkOf
 from planning.simulate import Simulator, Work, with_times
 from project.command_line import Parser, helps_of
 from training.launch.errors import counted, refuse
@@ -105,15 +109,32 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = commands.add_parser("simulate", description=text, help=text)
     made.set_defaults(run=run_simulate)
     option = made.add_argument
-    option("--num_devices", "--stages", type=count, required=True, metavar="K",
-           help="ranks; each has one stage, two where they stand in a V")  # fmt: skip
-    option("--num_microbatches", type=count, required=True, metavar="M", help="per step")
-    option("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="default: %(default)s")
+    option("--schedule", default="1f1b",
+           help=f"{', '.join(SCHEDULES)}, or a file; default: %(default)s")  # fmt: skip
     option("--chunks", type=count, help="stages per rank, of interleaved, which share its seconds")
+    add_sizes_and_times(made)
+    text = "Search an order of a pipeline's work, for these times and this memory, and write it."
+    made = commands.add_parser("schedule", description=text, help=text)
+    made.set_defaults(run=run_schedule)
+    option = made.add_argument
+    option("--memory", type=float, metavar="C",
+           help="micro-batches that a rank holds at most; default: as 1f1b")  # fmt: skip
+    option("--times", type=Path, metavar="RUN", help="take the seconds that a run has measured")
+    option("-o", "--output", type=Path, metavar="FILE",
+           help="default: workdir/schedule_4x8.txt, of 4 ranks and 8 micro-batches")  # fmt: skip
+    add_sizes_and_times(made)
+    return parser.parse_args(argv)
+
+
+def add_sizes_and_times(parser: argparse.ArgumentParser) -> None:
+    """The options of a pipeline's size, and of the seconds of its actions."""
+    option = parser.add_argument
+    option("--num_devices", "--stages", type=count, metavar="K",
+           help="ranks; each has one stage, two where they stand in a V")  # fmt: skip
+    option("--num_microbatches", type=count, metavar="M", help="per step")
     for name, (default, meaning) in SECONDS.items():
         text = f"{meaning}; default: {default:g}"
         option(f"--{name}", type=numbers, default=[default], help=text)
-    return parser.parse_args(argv)
 
 
 def machine_named(name: str, network: str | None = None, link: str | None = None) -> Machine:
@@ -197,21 +218,80 @@ def numbers(text: str) -> list[float]:
     return values
 
 
-def run_simulate(args: argparse.Namespace) -> None:
-    """Times a schedule. A rank's stages share its seconds."""
-    n, m = args.num_devices, args.num_microbatches
-    simulator = Simulator(find(args.schedule, args.chunks)(n, m))
-    chunks, by_stage = len(simulator.ranks) // n, []
+def sizes_given(args: argparse.Namespace, schedule: str = "") -> tuple[int, int]:
+    """The numbers of ranks and micro-batches: as given, or as a file has them."""
+    own = sizes_of(schedule, (0, 0))
+    n, m = args.num_devices or own[0], args.num_microbatches or own[1]
+    if not (n and m):
+        raise ValueError("--stages and --num_microbatches are needed, such as 4 and 8")
+    return n, m
+
+
+def work_given(args: argparse.Namespace, n: int) -> WorkOf:
+    """What the actions take, by the rank of each stage. A rank's stages share its seconds."""
     for name in SECONDS:
-        given = getattr(args, name)
-        if len(given) not in (1, n):
+        if len(getattr(args, name)) not in (1, n):
             raise ValueError(f"--{name}: one number, or {n}, one for each of the ranks")
-        by_stage.append([given[r % len(given)] for r in simulator.ranks])
-    *passes, transfers = by_stage
+    *passes, transfers = (
+        getattr(args, name) * (n if len(getattr(args, name)) == 1 else 1) for name in SECONDS
+    )
     if not any(map(any, passes)):
         raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
-    times = with_times(*([each / chunks for each in stages] for stages in passes))
-    step = simulator.run(Work(times, lambda action: transfers[action.stage]))
+    return shared_by_stages(passes, transfers)
+
+
+def shared_by_stages(passes: Sequence[Sequence[float]], transfers: Sequence[float]) -> WorkOf:
+    """Of F, I and W the seconds of each rank, of messages by the rank that sends."""
+
+    def work(ranks: Sequence[int]) -> Work:
+        part = len(passes[0]) / len(ranks)
+        times = with_times(*([seconds[r] * part for r in ranks] for seconds in passes))
+        return Work(times, lambda action: transfers[ranks[action.stage]])
+
+    return work
+
+
+def work_measured(folder: Path, n: int) -> WorkOf:
+    """The medians of a run of n ranks, as its report has them."""
+    from project.figures.compared import compare_step  # matplotlib takes a second to import
+    from project.figures.runs import Run
+
+    step = compare_step(Run(folder))
+    if len({*step.ranks}) != n:
+        raise ValueError(f"--times {folder}: it has {len({*step.ranks})} stages' ranks, not {n}")
+    passes = step.seconds_of_ranks()
+    return shared_by_stages(passes, [step.work.transfer(Action(FORWARD, 0, 0))] * n)
+
+
+def run_schedule(args: argparse.Namespace) -> None:
+    """Searches a better order than those that have names."""
+    n, m = sizes_given(args)
+    work = work_measured(args.times, n) if args.times else work_given(args, n)
+    memory = args.memory or min(n, m)
+    found = order.search_order(n, m, work, memory)
+    print(f"{counted(n, 'rank')}, {m} micro-batches, at most {memory:g} held\n\n"
+          f"{found.name:12} {found.of_name:10.6g}   the best that has a name\n"
+          f"{'found':12} {found.seconds:10.6g}   {1 - found.seconds / found.of_name:.1%} less\n"
+          f"{'bound':12} {found.bound:10.6g}   no order of one or two stages per rank takes less; "
+          f"{found.seconds / found.bound - 1:.1%} below what was found")  # fmt: skip
+    if found.seconds > found.of_name * (1 - 1e-6):
+        print(f"\nNo better order was found: take --schedule {found.name}")
+        return
+    output = args.output or Path("workdir") / f"schedule_{n}x{m}.txt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(write_schedule(found.lists, output.name), "utf-8")
+    print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline --model gpt2-mini "
+          f"--world_size {n} --num_microbatches {m} --schedule {output}")  # fmt: skip
+
+
+def run_simulate(args: argparse.Namespace) -> None:
+    """Times a schedule. A rank's stages share its seconds."""
+    build = find(args.schedule, args.chunks)
+    n, m = sizes_given(args, args.schedule)
+    text_of(args.schedule, n, m, args.chunks)  # refuses other numbers than a file's
+    simulator = Simulator(build(n, m))
+    chunks = len(simulator.ranks) // n
+    step = simulator.run(work_given(args, n)(simulator.ranks))
     peaks = peak_alive(simulator.schedule, lambda _: 1 / chunks)
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"step                {step.seconds:10.6g}\n"

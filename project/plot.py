@@ -26,7 +26,8 @@ from statistics import fmean
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedules.catalogue import SCHEDULES
+from pipeline.schedules.catalogue import SCHEDULES, sizes_of
+from pipeline.schedules.written import label_of
 from project.command_line import Parser
 from runtime.axes import AXES
 from training.options import count
@@ -62,10 +63,11 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
                help="folder of the runs' folders; default: workdir")  # fmt: skip
         if name == "timeline":
             option("--step", type=count, metavar="K", help="from 1; default: one of median length")
-    option("--schedule", choices=list(SCHEDULES), default="1f1b", help="default: 1f1b")
-    option("--num_devices", "--stages", type=count, metavar="K", default=4,
+    names = ", ".join(SCHEDULES)
+    option("--schedule", default="1f1b", help=f"{names}, or a file; default: 1f1b")
+    option("--num_devices", "--stages", type=count, metavar="K",
            help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
-    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8, help="default: 8")
+    option("--num_microbatches", "--n_chunk", type=count, metavar="M", help="default: 8")
     option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved; default: 2")
     return parser.parse_args(argv)
 
@@ -135,6 +137,7 @@ def plot_results(
 def describe(*runs: Run) -> str:
     """What was trained and how, in a line: the options that all runs share and that are not 1."""
     shared = {name: {run.summary.get(name) for run in runs} for name in FACTS}
+    shared["schedule"] = {name and label_of(name) for name in shared["schedule"]}
     return ", ".join(
         f"{name} {value}"
         for name, (value, *others) in shared.items()
@@ -260,8 +263,13 @@ def draw_figure(args: argparse.Namespace) -> Path:
         return output if output.suffix in FORMATS else output / f"{stem}.png"
 
     if name == "schedule":
-        sizes = args.num_devices, args.num_microbatches, args.chunks
-        return plot_schedule(args.schedule, *sizes, path(WORKDIR, f"schedule_{args.schedule}"))
+        try:
+            own = sizes_of(args.schedule)
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from None
+        n, m = args.num_devices or own[0], args.num_microbatches or own[1]
+        stem = f"schedule_{Path(args.schedule.partition(':')[0]).stem}"
+        return plot_schedule(args.schedule, n, m, args.chunks, path(WORKDIR, stem))
     runs = [run_of(word, args.workdir) for word in ",".join(args.runs).split(",")]
     first = runs[0].folder
     if name == "training":

@@ -41,7 +41,8 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from pipeline.schedules.schedule import Action, Kind
+from pipeline.schedules.catalogue import is_own
+from pipeline.schedules.schedule import FORWARD, Action
 from planning import describe
 from planning.cost import GIB, PricedStep
 from project.command_line import Parser
@@ -163,22 +164,24 @@ class Reported(Run):
         step = self.step
         if step is None or len(step.ranks) == 1:
             return None
-        n, work, whole = 1 + max(step.ranks), step.work, Kind.BACKWARD
+        n, work = 1 + max(step.ranks), step.work
         stages = [[s for s, rank in enumerate(step.ranks) if rank == r] for r in range(n)]
-
-        def seconds(kind: Kind, s: int) -> float:
-            return work.seconds(Action(kind, s, 0)) or work.seconds(Action(whole, s, 0)) / 2
-
+        passes = step.seconds_of_ranks()
         times = {
-            kind.value: [1e3 * sum(seconds(kind, s) for s in own) for own in stages]
-            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            kind: [1e3 * seconds for seconds in each]
+            for kind, each in zip("FIW", passes, strict=True)
         }
         times["R"] = [1e3 * sum(map(work.recompute, own)) for own in stages]
         taken = 1e3 * duration(actions_of(step.events))
+        schedule, chunks = self.summary["schedule"], len(step.ranks) // n
+        own = schedule if is_own(schedule) else ""
+        if own:  # begins with its lists, in the place of those of a schedule with such stages
+            loops = [s % n for s in range(len(step.ranks))]
+            schedule = "1f1b" if chunks == 1 else "interleaved" if step.ranks == loops else "zbv"
         return {
-            "name": self.name, "schedule": self.summary["schedule"], "ranks": n,
-            "m": micro_batches(step.events), "chunks": max(2, len(step.ranks) // n), "message": 1,
-            "times": times, "messages": 1e3 * work.transfer(Action(Kind.FORWARD, 0, 0)),
+            "name": self.name, "schedule": schedule, "lists": own, "ranks": n,
+            "m": micro_batches(step.events), "chunks": max(2, chunks), "message": 1,
+            "times": times, "messages": 1e3 * work.transfer(Action(FORWARD, 0, 0)),
             "text": f"Step {step.step + 1} of this run took {taken:.1f} ms from the first action "
             f"to the last, and ranks were idle {step.bubble:.1%} of it.",
         }  # fmt: skip

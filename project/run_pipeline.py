@@ -51,7 +51,6 @@ if __name__ == "__main__":
 
 import torch
 
-from pipeline.schedules.catalogue import chunks_of
 from project import rules, stage_rules
 from project.utils import run_program, train_and_finish, translation
 from training.launch.errors import counted, torchrun_world_size
@@ -80,12 +79,11 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     args = as_it_was(given, *([given.model_parallel_mode] if typed else THREAD_MODES))
     mode, gpus = args.model_parallel_mode, torch.cuda.device_count()
     most = gpus if choose_device(args.device).type == "cuda" else 2
+    n = args.num_devices or (1 if mode == "none" else most)
+    m = args.num_microbatches if "num_microbatches" in args.typed else None
     schedule = args.schedule or schedule_of(args)
-    args = replace(
-        args, strategy=mode, world_size=1, **sizes(),
-        num_devices=args.num_devices or (1 if mode == "none" else most),
-        schedule=schedule, chunks=args.chunks or chunks_of(schedule),
-    )  # fmt: skip
+    order = stage_rules.schedule_of_run(schedule, n, m, args.chunks or None)
+    args = replace(args, strategy=mode, world_size=1, **sizes(), num_devices=n, **order)
     if args.pipeline == "blocks" and mode != "pipeline_parallel":
         args = replace(args, num_microbatches=1)
     args = rules.settled(args)

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from pipeline.schedules.catalogue import chunks_of
-from training.launch.errors import counted, works
+from pipeline.schedules.catalogue import chunks_of, is_own, microbatches_of, text_of
+from training.launch.errors import UserError, counted, works
 from training.layouts.measure import split_by
 from training.options import Options
 
 from .rules import Rule
+
+
+def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) -> dict[str, Any]:
+    """The schedule, the stages per rank and, of a schedule of one's own, its micro-batches. Such a
+    schedule is kept as its text. Raises UserError if it is not of these numbers."""
+    if not is_own(schedule):
+        return {"schedule": schedule, "chunks": chunks or chunks_of(schedule)}
+    try:
+        text = text_of(schedule, n, m, chunks)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from None
+    numbers = {"chunks": chunks_of(text), "num_microbatches": microbatches_of(text)}
+    return {"schedule": text, **numbers}
 
 
 def of_stages(

@@ -67,8 +67,7 @@ if __name__ == "__main__":
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
-from pipeline.schedules.catalogue import chunks_of
-from project import rules, train_rules
+from project import rules, stage_rules, train_rules
 from project.utils import finish, run_program
 from runtime.mesh import make_mesh
 from training.check import check, outputs_on_main
@@ -122,9 +121,11 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     elif args.dp is None:
         lengths["dp"] = max(1, ranks // product)
     workdir = args.workdir or Path(f"workdir/{args.strategy}{ranks if own else named(lengths)}")
-    chunks = args.chunks or chunks_of(args.schedule)
+    typed = args.num_microbatches if "num_microbatches" in args.typed else None
+    chunks, pp = args.chunks or None, lengths["pp"]
+    order = stage_rules.schedule_of_run(args.schedule, pp, typed, chunks)
     lengths["shards"] = args.shards  # None: all
-    return replace(args, **lengths, world_size=ranks, workdir=workdir, chunks=chunks)
+    return replace(args, **lengths, world_size=ranks, workdir=workdir, **order)
 
 
 def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:

@@ -50,6 +50,8 @@ def spelt(name: str, value: Any) -> str:
         return f"no --{name}"
     if isinstance(value, float):
         value = f"{value:.15g}"  # 8, and not 8.0
+    if name == "schedule":  # of the text of one's own, its name
+        value = str(value).partition("\n")[0].removeprefix("# ")
     text = "all" if value is None else shlex.quote(str(value))
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
 
@@ -73,9 +75,20 @@ Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "at least 0
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
-ScheduleName = Annotated[  # run_pipeline.py has one more, for a device at a time
-    str, ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
-]
+# run_pipeline.py has one more, for a device at a time.
+SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
+
+
+def schedule_word(word: str) -> str:
+    """A name, a file, or a function in a file, which is read when the ranks are known."""
+    if word in SCHEDULE_NAMES or "." in word or "/" in word:
+        return word
+    raise ArgumentTypeError(
+        f"{word} is none of {', '.join(SCHEDULE_NAMES)}, nor a file, such as my_schedule.txt"
+    )
+
+
+ScheduleName = Annotated[str, schedule_word]
 
 
 @dataclass
@@ -209,7 +222,8 @@ class Stages:
 
     schedule: ScheduleName = "1f1b"
     """order of work: gpipe, 1f1b or zb; interleaved, zbv, vhalf, vmin and dualpipev have several
-    stages per device; default: 1f1b"""
+    stages per device; or a file of your own, or my_module.py:function (docs/schedules.md);
+    default: 1f1b"""
     chunks: Count = UNSET
     """stages per device, for --schedule interleaved; default: 2"""
     balance: str = "auto"

@@ -102,7 +102,8 @@ def layout_in_words(args: Options, model: LaidOutModel) -> str:
         args.cp > 1 and f"attention by {args.attention}",
         args.sequence_parallel and "sequence parallel",
         args.zero and f"ZeRO stage {args.zero}",
-        (devices or args.pp) > 1 and f"schedule {model.schedule}",
+        (devices or args.pp) > 1
+        and f"schedule {model.schedule}".partition("\n")[0].replace("# ", ""),
         model.ranks and f"{args.chunks} chunks each, {len(model.ranks)} stages",
     ]
     return ", ".join(str(word) for word in words if word)

@@ -78,6 +78,14 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.microbatch}"
 
 
+class ScheduleError(ValueError):
+    """What is wrong with a schedule, and with which action of it."""
+
+    def __init__(self, action: Action, sentence: str) -> None:
+        super().__init__(sentence)
+        self.action = action
+
+
 Schedule = list[list[Action]]  # per rank, its actions in order
 BuildSchedule = Callable[[int, int], Schedule]  # (ranks, micro-batches) -> lists
 
@@ -148,10 +156,11 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
 def stage_ranks(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
     places = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
-    if [s for s, _ in places] != list(range(len(places))):
-        raise ValueError(
-            f"the lists have the (stage, rank) {places}; each stage, counted from 0, has one rank"
-        )
+    for s in range(len({s for s, _ in places})):
+        on = [r for stage, r in places if stage == s]
+        if len(on) != 1:
+            where = f"on ranks {' and '.join(map(str, on))}" if on else "on no rank"
+            raise ValueError(f"stage {s} is {where}; each stage, counted from 0, has one rank")
     return [r for _, r in places]
 
 
@@ -193,8 +202,9 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
     while any(waiting):
         ready = [rest and done.issuperset(dependencies(rest[0], num_stages)) for rest in waiting]
         if not any(ready):  # nobody can start, now or ever
-            stuck = (f"{rest[0]} on stage {rest[0].stage}" for rest in waiting if rest)
-            raise ValueError(f"deadlock: what comes first never can: {', '.join(stuck)}")
+            stuck = [rest[0] for rest in waiting if rest]
+            said = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
+            raise ScheduleError(stuck[0], f"deadlock: what comes first never can: {said}")
         row = [rest.popleft() if now else None for rest, now in zip(waiting, ready, strict=True)]
         done.update(end for action in row if action for end in ended_with(action))
         rows.append(row)
@@ -235,9 +245,8 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
     }
     for action in sorted(expected | counts.keys()):
         if counts[action] != (times := int(action in expected)):
-            raise ValueError(
-                f"stage {action.stage}: {action} is there {counts[action]} times, not {times}"
-            )
+            sentence = f"{action} is there {counts[action]} times, not {times}"
+            raise ScheduleError(action, f"stage {action.stage}: {sentence}")
     clock_table(schedule)  # raises if the lists deadlock
 
 

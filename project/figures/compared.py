@@ -147,6 +147,22 @@ class Compared:
         """Seconds from the first action of any worker to the end of the last."""
         return duration(actions_of(self.events))
 
+    def seconds_of_ranks(self) -> list[list[float]]:
+        """Of F, I and W the seconds of a micro-batch on each rank of the pipeline. Halves of a
+        backward that was whole are taken to be equal."""
+        n, work, whole = 1 + max(self.ranks), self.work, Kind.BACKWARD
+
+        def seconds(kind: Kind, s: int) -> float:
+            return work.seconds(Action(kind, s, 0)) or work.seconds(Action(whole, s, 0)) / 2
+
+        return [
+            [
+                sum(seconds(kind, s) for s, rank in enumerate(self.ranks) if rank == r)
+                for r in range(n)
+            ]
+            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        ]
+
     @property
     def bubble(self) -> float:
         """The share of the span in which a worker is idle: it has no action."""

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from pipeline.schedules.catalogue import find
+from pipeline.schedules.catalogue import find, text_of
 from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_alive
 from pipeline.schedules.schedule import FORWARD, Action
+from pipeline.schedules.written import label_of
 from planning.simulate import Simulation, Simulator, Work
 from training.launch.errors import UserError
 from training.timeline import COMMUNICATION, EVENT_KINDS, Event
@@ -35,12 +36,13 @@ def plot_schedule(
     """
     try:
         schedule = find(name, chunks)(num_ranks, num_microbatches)
-    except ValueError as error:
+        text_of(name, num_ranks, num_microbatches, chunks)  # refuses other numbers than a file's
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
     print(as_text(schedule), MEANING, sep="\n")
     step = Simulator(schedule).run(Work(lambda _: 1.0))
     chunks = len(step.simulator.ranks) // num_ranks
-    title = f"{name}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
+    title = f"{label_of(name)}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
     title += f"{float(bubble(schedule)):.0%} idle"
     held = ", ".join(f"{peak / chunks:.3g}" for peak in peak_alive(schedule))
     foot = f"micro-batches whose activations a rank holds, at most: {held}"

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, chunks_of, find
 from pipeline.schedules.schedule import Schedule, stage_ranks
+from pipeline.schedules.written import label_of
 from runtime.axes import named
 from training.launch.errors import UserError
 
@@ -35,6 +36,7 @@ def fill_template(template: Path, **content: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {
         "named": named,
+        "label": label_of,
         "number": readable,
         "spread": lambda mean_and_std: with_error(*mean_and_std),
         "tiny": lambda value: f"{value:.1e}" if value else "0",

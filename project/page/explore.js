@@ -14,6 +14,7 @@ const UNIT = runs.length ? " ms" : "";
 let settings = { ...FREE };
 let lists = []; // what is shown: per rank its actions
 let undone = []; // earlier lists, the newest last
+let redone = []; // later ones, that were taken back
 let selected = null; // [rank, number] of an action
 let current = null; // the step of these lists
 let before = null; // the step before the last change
@@ -27,12 +28,13 @@ const inTime = (value) => number(value) + UNIT;
 const startNamed = (wanted) => STARTS.find(({ name }) => name === wanted) ?? runs[0];
 const usual = (wanted) => ({ ...FREE, ...startNamed(wanted), start: startNamed(wanted)?.name ?? "" });
 const puzzle = () => startNamed(settings.start);
-// F0; with several stages on a rank F0a, F0b, as in Python's tables.
-function titleOf([kind, stage, microbatch]) {
-  const chunks = chunksOf(settings);
-  const second = vShaped.includes(settings.schedule) ? Number(stage >= settings.ranks) : Math.floor(stage / settings.ranks);
-  return `${kind}${microbatch}${chunks > 1 ? String.fromCharCode(97 + second) : ""}`;
-}
+const ranksOf = (chosen) => placed(chosen.ranks, chunksOf(chosen), vShaped.includes(chosen.schedule));
+const titleOf = (action) => titled(action, ranksOf(settings));
+// The validator's sentence in the words of the lanes, where a rank has several stages.
+const onLanes = (sentence) => chunksOf(settings) === 1 ? sentence
+  : sentence.replace(/stage (\d+): ([FBIW])(\d+)/g, (_, s, kind, i) => `rank ${ranksOf(settings)[s]}: ${titleOf([kind, Number(s), i])}`)
+    .replace(/([FBIW])(\d+) on stage (\d+)/g, (_, kind, i, s) => `${titleOf([kind, Number(s), i])} on rank ${ranksOf(settings)[s]}`)
+    .replace(/^stage (\d+) is/, (_, s) => `the stage of ${titleOf(["F", Number(s), 0])} is`);
 
 // The lists as the settings say, before anything is moved.
 function startOf(chosen) {
@@ -49,10 +51,11 @@ const isChanged = (beginning) => JSON.stringify(lists) !== JSON.stringify(startO
 // What simulate() takes. The times are those of a rank: each of its chunks takes its part of them. With
 // a run they are factors of what it measured, of which a batch is cut into more or fewer micro-batches.
 function workOf(chosen) {
-  const { schedule, ranks, last, message } = chosen;
+  const { ranks, last, message } = chosen;
   const run = runs.find(({ name }) => name === chosen.start);
   const chunks = chunksOf(chosen);
-  const rankOf = (stage) => (vShaped.includes(schedule) && stage >= ranks ? 2 * ranks - 1 - stage : stage % ranks);
+  const places = ranksOf(chosen);
+  const rankOf = (stage) => places[stage];
   const part = (kind, rank) => (run ? run.times[kind][rank] * run.m / chosen.m : 1) / chunks * (rank === ranks - 1 ? last : 1);
   const seconds = (kind, stage) => kind === "B" ? seconds("I", stage) + seconds("W", stage) : chosen[kind] * part(kind, rankOf(stage));
   const recompute = (stage) => (run ? part("R", rankOf(stage)) : 0);
@@ -157,7 +160,7 @@ function inWords({ rank, start, end, before: next, waitsFor, causes }) {
 
 // What the last change has broken, or cost.
 function effect(step) {
-  if (step.broken) return `This cannot run. <q id="broken">${step.broken}</q>`;
+  if (step.broken) return `This cannot run. <q id="broken">${onLanes(step.broken)}</q>`;
   if (!before) return "Drag an action to another place of its list, or choose one and use the buttons below.";
   if (before.broken) return `It runs again: a step takes ${inTime(step.seconds)}.`;
   const longer = step.seconds - before.seconds;
@@ -189,7 +192,7 @@ function beside(step) {
 // Every schedule of the catalogue with the same ranks, micro-batches and times.
 function compare() {
   const rows = Object.keys(catalogue).map((schedule) => {
-    const chosen = { ...settings, schedule, split: false, alone: false, start: runs.length ? settings.start : "" };
+    const chosen = { ...settings, schedule, split: false, alone: false, lists: "", start: runs.length ? settings.start : "" };
     const shown = startOf(chosen);
     const step = simulate(shown, workOf(chosen));
     const held = Math.max(...mostHeld(shown, chunksOf(chosen)));
@@ -230,7 +233,16 @@ function show(note = "") {
   beside(step);
   judge(step);
   document.querySelector("#gaps").innerHTML = step.gaps.map((gap) => `<li>${inWords(gap)}</li>`).join("") || "<li>there is none</li>";
-  form.elements.undo.disabled = form.elements.restart.disabled = !undone.length;
+  form.elements.undo.disabled = !undone.length;
+  form.elements.redo.disabled = !redone.length;
+  form.elements.restart.disabled = !undone.length && !settings.lists;
+  // So that a reload, and a link that is sent, have the changes.
+  settings.lists = isChanged(settings) ? write(lists, ranksOf(settings), "schedule") : "";
+  history.replaceState(null, "", `#${urlOf(settings)}`);
+  const option = settings.lists ? "my_schedule.txt" : `${schedule}${schedule === "interleaved" ? ` --chunks ${chunksOf(settings)}` : ""}`;
+  document.querySelector("#command").textContent =
+    `python project/train.py pipeline --model gpt2-mini --world_size ${ranks} --num_microbatches ${m} --schedule ${option}`;
+  form.elements.save.disabled = Boolean(step.broken);
   for (const tool of ["earlier", "later", "remove"]) form.elements[tool].disabled = !selected;
   current = step;
 }
@@ -245,12 +257,15 @@ function urlOf(chosen) {
 function begin(chosen) {
   const start = startNamed(chosen.start);
   const fixed = start && !runs.length; // a puzzle
-  settings = fixed ? usual(start.name) : { ...chosen, alone: false, start: start?.name ?? "" };
+  settings = fixed ? { ...usual(start.name), lists: chosen.lists } : { ...chosen, alone: false, start: start?.name ?? "" };
   if (runs.length) settings.ranks = start.ranks;
   if (!Object.hasOwn(catalogue, settings.schedule)) settings.schedule = usual(settings.start).schedule;
   const hasWhole = startOf({ ...settings, split: false }).flat().some(([kind]) => kind === "B");
   settings.split = settings.split && hasWhole;
-  [lists, undone, selected, before, carried] = [startOf(settings), [], null, null, ""];
+  [lists, undone, redone, selected, before, carried] = [startOf(settings), [], [], null, null, ""];
+  const own = settings.lists && read(settings.lists);
+  if (own?.lists?.length === settings.ranks) lists = own.lists;
+  else settings.lists = "";
   for (const control of form.querySelectorAll("[name]")) {
     if (control.type === "checkbox") control.checked = settings[control.name];
     else if (control.name === "m") control.value = microbatches.indexOf(settings.m);
@@ -261,7 +276,6 @@ function begin(chosen) {
   }
   form.elements.chunks.closest("label").hidden = settings.schedule !== "interleaved";
   form.elements.split.closest("label").hidden = !hasWhole;
-  history.replaceState(null, "", `#${urlOf(settings)}`);
   compare();
   show();
 }
@@ -271,6 +285,7 @@ function move(rank, k, toRank = null, to = 0) {
   if (rank === toRank && k === to) return;
   if (carried !== keyOf(lists[rank][k])) {
     undone.push(lists.map((row) => [...row]));
+    redone = [];
     before = current;
   }
   const [action] = lists[rank].splice(k, 1);
@@ -282,12 +297,35 @@ function move(rank, k, toRank = null, to = 0) {
   else if (lists[rank].length) focusOn([rank, Math.min(k, lists[rank].length - 1)]);
 }
 
-function undo() {
-  if (!undone.length) return;
-  [lists, selected, before, carried] = [undone.pop(), null, current, ""];
-  show("The last change is undone. ");
+// Takes the last change back, or makes it once more.
+function undo(from = undone, to = redone, note = "The last change is undone. ") {
+  if (!from.length) return;
+  to.push(lists);
+  [lists, selected, before, carried] = [from.pop(), null, current, ""];
+  show(note);
   // It was on an action, which is drawn anew.
   if (document.activeElement === document.body) focusOn(placeOf(lanes.querySelector("[data-k]")));
+}
+
+const redo = () => undo(redone, undone, "The change is made once more. ");
+
+// Opens a file: one of the page's placements of stages and sizes, or a sentence says what is wrong.
+function openFile(text) {
+  const { lists: rows, ranks, m, wrong } = read(text);
+  const [n, chunks] = [rows?.length, ranks?.length / rows?.length];
+  const like = ["1f1b", "zbv", "interleaved"].find((schedule) => !wrong && `${ranks}` ===
+    `${placed(n, schedule === "1f1b" ? 1 : schedule === "zbv" ? 2 : chunks, schedule === "zbv")}`);
+  const known = like && catalogue[like][like === "interleaved" ? chunks : like === "zbv" ? 2 : 1]?.[n]?.[m];
+  const why = wrong || (known ? validate(rows, m) : "the page knows no schedule with as many ranks, micro-batches and stages");
+  if (why) said.textContent = `This file cannot be opened: ${why}`;
+  else begin({ ...settings, start: runs.length ? settings.start : "", schedule: like, ranks: n, m, chunks: Math.max(2, chunks), split: false, lists: text });
+}
+
+function save() {
+  const link = document.createElement("a");
+  link.href = `data:text/plain,${encodeURIComponent(write(lists, ranksOf(settings), "my_schedule.txt"))}`;
+  link.download = "my_schedule.txt";
+  link.click();
 }
 
 const buttonOf = (rank, k) => lanes.querySelector(`.lane[data-rank="${rank}"] [data-k="${k}"]`);
@@ -306,12 +344,15 @@ const within = (row, k) => Math.max(0, Math.min(row.length, k));
 form.addEventListener("input", ({ target }) => {
   const value = target.type === "checkbox" ? target.checked : target.name === "m" ? microbatches[target.value]
     : ["schedule", "start"].includes(target.name) ? target.value : Number(target.value);
-  begin(target.name === "start" ? usual(value) : { ...settings, [target.name]: value });
+  if (target.name === "open") target.files[0]?.text().then(openFile).finally(() => (target.value = ""));
+  else begin(target.name === "start" ? usual(value) : { ...settings, [target.name]: value, lists: "" });
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("click", ({ target }) => {
   if (target.name === "undo") undo();
-  else if (target.name === "restart") begin(settings);
+  else if (target.name === "redo") redo();
+  else if (target.name === "save") save();
+  else if (target.name === "restart") begin({ ...settings, lists: startNamed(settings.start)?.lists ?? "" });
   else if (target.name === "remove") move(...selected);
   else if (target.name === "earlier" || target.name === "later") shift(selected, target.name === "later" ? 1 : -1);
 });
@@ -339,7 +380,9 @@ lanes.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key.toLowerCase() === "z" && (event.ctrlKey || event.metaKey)) undo();
+  const key = event.ctrlKey || event.metaKey ? event.key.toLowerCase() : "";
+  if (key === "y" || (key === "z" && event.shiftKey)) redo();
+  else if (key === "z") undo();
 });
 
 // Dragging. A finger first taps an action, and can then drag it; other actions scroll the page.

@@ -112,9 +112,10 @@ function validate(schedule, microbatches) {
   const places = [...new Set(schedule.flatMap((actions, rank) => actions.map(([, stage]) => `${stage}, ${rank}`)))]
     .map((place) => place.split(", ").map(Number))
     .sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-  if (places.some(([stage], k) => stage !== k)) {
-    const pairs = places.map(([stage, rank]) => `(${stage}, ${rank})`).join(", ");
-    return `the lists have the (stage, rank) [${pairs}]; each stage, counted from 0, has one rank`;
+  for (let stage = 0; stage < new Set(places.map(([each]) => each)).size; stage++) {
+    const on = places.filter(([each]) => each === stage).map(([, rank]) => rank);
+    const where = on.length ? `on ranks ${on.join(" and ")}` : "on no rank";
+    if (on.length !== 1) return `stage ${stage} is ${where}; each stage, counted from 0, has one rank`;
   }
   const counts = new Map();
   for (const action of flat) counts.set(keyOf(action), (counts.get(keyOf(action)) ?? 0) + 1);

@@ -84,11 +84,57 @@ const PUZZLES = [
     hint: "While one micro-batch is elsewhere, a rank can work on the other: F0a F1a F0b F1b.",
   },
 ];
-const FREE = { schedule: "1f1b", ranks: 4, m: 8, chunks: 2, F: 1, I: 1, W: 1, message: 0, last: 1, split: false, start: "" };
+const FREE = { schedule: "1f1b", ranks: 4, m: 8, chunks: 2, F: 1, I: 1, W: 1, message: 0, last: 1, split: false, start: "", lists: "" };
+
+// The rank of each stage: one each, in a V, or round and round.
+function placed(ranks, chunks, isV) {
+  return Array.from({ length: ranks * chunks }, (_, s) => (isV && s >= ranks ? 2 * ranks - 1 - s : s % ranks));
+}
+
+// F0; with several stages on a rank F0a, F0b, as in Python's tables.
+function titled([kind, stage, microbatch], ranks) {
+  const own = ranks.flatMap((rank, s) => (rank === ranks[stage] ? [s] : []));
+  return `${kind}${microbatch}${own.length > 1 ? String.fromCharCode(97 + own.indexOf(stage)) : ""}`;
+}
+
+// The text of a file, as pipeline/schedules/written.py writes it.
+function write(lists, ranks, name) {
+  const where = ranks.length > lists.length ? `stages on ranks ${ranks.join(" ")}\n` : "";
+  return `# ${name}\n${where}${lists.map((row, r) => `rank ${r}: ${row.map((action) => titled(action, ranks)).join(" ")}\n`).join("")}`;
+}
+
+// What such a text says: {lists, ranks, m}, or {wrong}: a sentence. Whether the lists can run, validate() says.
+function read(text) {
+  let ranks = null;
+  const rows = [];
+  for (const [k, whole] of text.split("\n").entries()) {
+    const line = whole.split("#")[0];
+    const stages = line.match(/^\s*stages on ranks((?:\s+\d+)+)\s*$/);
+    if (stages) ranks = stages[1].trim().split(/\s+/).map(Number);
+    const label = line.match(/^\s*(?:rank|stage)\s+(\d+)\s*:/);
+    if (label && Number(label[1]) !== rows.length) return { wrong: `line ${k + 1}: rank ${rows.length} comes next, not rank ${label[1]}` };
+    const words = stages ? [] : line.slice(label?.[0].length ?? 0).split(/[\s.]+/).filter(Boolean);
+    if (label || words.length) rows.push([k + 1, words]);
+  }
+  const chunks = 1 + Math.max(0, ...rows.flatMap(([, words]) => words.map((word) => Math.max(0, word.charCodeAt(word.length - 1) - 97))));
+  ranks = ranks ?? placed(rows.length, chunks, false);
+  const lists = [];
+  for (const [r, [line, words]] of rows.entries()) {
+    const own = ranks.flatMap((rank, s) => (rank === r ? [s] : []));
+    lists.push([]);
+    for (const word of words) {
+      const found = word.match(/^([FBIW])(\d+)([a-z]?)$/);
+      const stage = found && own[found[3] ? found[3].charCodeAt(0) - 97 : 0];
+      if (stage === undefined || stage === null || own.length > 1 !== Boolean(found[3])) return { wrong: `line ${line}: ${word} is no action of rank ${r}` };
+      lists[r].push([found[1], stage, Number(found[2])]);
+    }
+  }
+  return { lists, ranks, m: 1 + Math.max(-1, ...lists.flat().map(([, , i]) => i)) };
+}
 
 // The most that ranks hold, in micro-batches of a whole rank.
 function mostHeld(lists, chunks) {
   return lists.map((row) => Math.max(0, ...heldAfter(row)) / chunks);
 }
 
-if (typeof module !== "undefined") module.exports = { decode, inHalves, textbook, PUZZLES, FREE };
+if (typeof module !== "undefined") module.exports = { decode, inHalves, textbook, PUZZLES, FREE, placed, titled, write, read };

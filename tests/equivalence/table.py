@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipeline.schedules.written import write_schedule
 from runtime.axes import ranks_of
 from runtime.mesh import make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
+from tests.pipeline.schedules.drawn import drawn
 from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
@@ -54,6 +56,10 @@ CHUNKED: tuple[tuple[str, int, int, Cut], ...] = (
     ("vmin", 3, 2, (1, 2, 1, 1, 1, 2)),
     ("dualpipev", 2, 2, (3, 2, 1, 2)),
 )
+DRAWN: tuple[tuple[Cut, Cut], ...] = (  # the rank of each stage, and a cut
+    ((0, 1), (3, 5)), ((0, 1, 2), (3, 2, 3)), ((0, 1, 1, 0), (3, 2, 1, 2)),
+    ((0, 1, 0, 1), (3, 2, 1, 2)),
+)  # fmt: skip
 UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 3, 3, 1), 8: (1,) * 8}
 VGG: tuple[Cut, ...] = ((16,), (7, 9), (4, 5, 7))
 BUCKET = 8 << 10  # bytes: several buckets even of these models
@@ -283,6 +289,14 @@ def _stages() -> Iterator[Row]:
 
 def _chunks() -> Iterator[Row]:
     """Several stages per rank; in a V the first rank has the embedding and the head."""
+    for seed, (ranks, cut) in enumerate(DRAWN):  # of one's own, in any order
+        n, v, text = (
+            max(ranks) + 1,
+            len(ranks) // (max(ranks) + 1),
+            write_schedule(drawn(ranks, 4, seed), "own"),
+        )
+        yield Row(f"threads{n}-own{seed}", 1, threads(cut, text, 4, v), TEXT)
+        yield Row(f"pipeline{n}-own{seed}", n, staged(cut, text, 4, v), TEXT)
     for schedule, n, v, cut in CHUNKED:
         for m in (3, 8):
             name, here = f"{n}-{schedule}-v{v}_m{m}", threads(cut, schedule, m, v)

@@ -208,7 +208,8 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
     (lambda _: Pipe(cut(tower()), split_size=0)(X), "split_size=0: at least 1"),
     (closed, "the Pipe is closed, by close"),
-    (by([[]]), "schedule is a list: give a name, e.g. '1f1b', or a function"),
+    (by({}), "schedule is a dict: give a name, e.g. '1f1b', a file"),
+    (by([[]]), "it has no actions"),
     (
         lambda pipe: pipe.train_step(X, Y, square_error, num_microbatches=0),
         "num_microbatches=0: at least 1, e.g. 4",
