@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -54,7 +55,7 @@ from project.figures.runs import Run, actions_of, duration
 from project.plan import machine_named
 from project.plot import WORKDIR
 from project.plot import describe as in_words
-from runtime.axes import place_of
+from runtime.axes import BATCH_AXES, place_of
 from training.files import OPTIONS, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
@@ -122,7 +123,8 @@ class Reported(Run):
         """The run as the planner sees it, to which dp counts all replicas; None without a machine,
         or if it is no GPT-2."""
         used, size = self.summary, read_json(self.folder / "config.json")
-        ranks = {**self.shape, "dp": self.shape["dp"] * self.shape["ep"]}
+        dp = prod(self.shape[axis] for axis in BATCH_AXES)
+        ranks: dict[str, Any] = {**self.shape, "dp": dp, "shards": used.get("shards")}
         if self.machine is None or "n_embd" not in size:
             return None
         batch, m = used["batch_size"], used.get("num_microbatches") or 1

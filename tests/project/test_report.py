@@ -260,6 +260,13 @@ def test_a_run_as_the_planner_sees_it(tmp_path: Path) -> None:
     layout, model = cut.priced.layout, cut.priced.model
     assert (layout.dp, layout.cp, layout.ep, layout.attention) == (4, 2, 2, "heads")
     assert (model.experts, model.top_k) == (4, 2)
+    for shards, strategy in ((None, "fsdp4"), (2, "fsdp4")):  # all ranks share a copy, or two do
+        one = about | {"dp": 4, "pp": 1, "tp": 1, "zero": 3, "shards": shards, "schedule": None}
+        sharded = replace(run, folder=write_run(tmp_path, strategy, **one))
+        (sharded.folder / "config.json").write_text(json.dumps(sizes))
+        assert sharded.priced is not None
+        layout = sharded.priced.layout
+        assert (layout.gpus, layout.dp, layout.shards) == (4, 4, shards)
     other = replace(run, folder=write_run(tmp_path, "ddp1", **about | {"loss": [4.2, 1.1]}))
     assert (report.apart(run, run), report.apart(other, run)) == ("", "1.0e-01")
 
@@ -289,7 +296,7 @@ def test_shapes_and_speeds_of_runs(tmp_path: Path) -> None:
     other = write_run(tmp_path, "c/run1", batch_size=6, **steps)
     runs = report.reported([one, cut, one])
     shapes = [(run.name, *run.shape.values()) for run in runs]
-    assert shapes == [("run1", 1, 1, 1, 1, 1), ("run8", 2, 1, 1, 4, 1)]
+    assert shapes == [("run1", 1, 1, 1, 1, 1, 1), ("run8", 2, 1, 1, 1, 4, 1)]
     text = text_of(report.render(runs, PAGE / "report.html"))
     assert "run1 1x1x1 12 2000.0 1.00x" in text and "run8 2x4x1 24 2000.0 2.00x" in text
     page = report.render(report.reported([one, other]), PAGE / "report.html")
