@@ -32,6 +32,7 @@ from tests.training import programs
 from tests.warm import run_warm
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError, format_error
+from training.launch.last_actions import LastAction
 from training.launch.launch import watch
 from training.launch.meeting import agree_on_backend, host_store, listen, meet, stay_on_interface_to
 from training.launch.world import World, choose_device
@@ -111,7 +112,7 @@ def test_the_first_failure_is_told_above_what_all_did_last(
             pipe.send(report)
         elif code is not None:
             threading.Timer(0.05, die, [pipe]).start()  # the others have said something before
-    lines = str(watch(processes, ours, 0.2, [])).splitlines()
+    lines = str(watch(processes, ours, 0.2, (LastAction * 3)())).splitlines()
     assert lines[0] == f"rank {who} failed; the run has been ended."
     assert lines[1].startswith(said) and lines[2].startswith("rank  last action  ")
 
