@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
-from experts.layer import StackedLinear
+from experts.layer import Segmented, StackedLinear
 from experts.routing import Balance
 from runtime.axes import ranks_of
 from runtime.mesh import make_mesh
@@ -67,7 +67,7 @@ def _products(world: World, busiest: float, out: Path) -> None:
     ends = torch.tensor(counts).cumsum(0).int()
 
     def ours() -> Tensor:
-        return layer(x, [*enumerate(counts)])
+        return layer(x, Segmented([*enumerate(counts)]))
 
     def grouped() -> Tensor:
         return torch._grouped_mm(x, layer.weight, offs=ends) + layer.bias[of_expert]

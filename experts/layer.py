@@ -103,7 +103,7 @@ class Experts(nn.Module):
             results = self._multiplied(rows.index_select(0, order), Grouped(ends))
             results = put_back(results, order)
         else:
-            results = self._multiplied(rows, _Segmented(segments))
+            results = self._multiplied(rows, Segmented(segments))
         return exchange(results, self.ranks, swapped(lengths))
 
     def _multiplied(self, rows: Tensor, product: Product) -> Tensor:
@@ -148,7 +148,7 @@ def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int,
     return shapes
 
 
-class _Segmented:
+class Segmented:
     """A product for each segment of rows, by its expert's [K, M] of the weight [E, K, M]. Of an
     expert there may be several segments, one of each rank. See `runtime.linear.Product`."""
 

@@ -106,8 +106,8 @@ class Communicator:
         """For copies and pickle: refused with a TypeError, if there are other ranks."""
         if self.group is not None:
             raise TypeError(
-                "a layer that is cut over ranks cannot be copied or pickled, as its process group "
-                "cannot: copy the model before share_experts or cut_matrices, or its state_dict()"
+                "what meets other ranks cannot be copied or pickled, as its process group cannot: "
+                "copy the model before it is wrapped or cut over ranks, or its state_dict()"
             )
         return vars(self)
 

@@ -156,8 +156,10 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
         x, _ = floats()
         output = pipe(x)
         x.zero_()
-        for _ in range(2):  # not a gradient of nothing the second time
-            with pytest.raises(RuntimeError, match="the input was written to between forward and"):
-                output.sum().backward()
+        with pytest.raises(RuntimeError, match="the input was written to between forward and"):
+            output.sum().backward()
+        # Not a gradient of nothing the second time. Each stage refuses; the first to do so is told.
+        with pytest.raises(RuntimeError, match=r"was written to between forward|holds no graph on"):
+            output.sum().backward()
     with pytest.raises(ValueError, match="recompute='often': one of never, always, except_last"):
         Pipe(cut(layers()), recompute="often").train_step(*batch(), square_error)

@@ -84,7 +84,7 @@ def schedule_word(word: str) -> str:
     if word in SCHEDULE_NAMES or "." in word or "/" in word:
         return word
     raise ArgumentTypeError(
-        f"{word} is none of {', '.join(SCHEDULE_NAMES)}, nor a file, such as my_schedule.txt"
+        f"{word}: none of {', '.join(SCHEDULE_NAMES)}, nor a file, such as my_schedule.txt"
     )
 
 

@@ -76,10 +76,10 @@ def run_rank(
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})
     with started(world, args):
         task = task_of(args, world, resume)
-    if world.world_size > 1:  # all ranks go on, or none
-        fingerprints = task.fingerprints()
-        check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
-    resume.check_data(task.fingerprints()["train"])
+        if world.world_size > 1:  # all ranks go on, or none
+            fingerprints = task.fingerprints()
+            check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
+        resume.check_data(task.fingerprints()["train"])
     if "warmup_steps" not in args.typed and resume.checkpoint is None:
         args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
     check_warmup(args, task.steps_per_epoch)

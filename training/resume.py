@@ -175,8 +175,8 @@ def started(world: World, args: Options) -> Iterator[None]:
         write_options(args)
     try:
         yield
-    except UserError:
-        if begins:
+    except (UserError, RunError) as error:
+        if begins and not isinstance(error, Ended):
             (args.workdir / OPTIONS).unlink()
         raise
 
