@@ -112,7 +112,7 @@ def test_the_first_failure_is_told_above_what_all_did_last(
             pipe.send(report)
         elif code is not None:
             threading.Timer(0.05, die, [pipe]).start()  # the others have said something before
-    lines = str(watch(processes, ours, 0.2, (LastAction * 3)())).splitlines()
+    lines = str(watch(processes, ours, 0.2, [*(LastAction * 3)()])).splitlines()
     assert lines[0] == f"rank {who} failed; the run has been ended."
     assert lines[1].startswith(said) and lines[2].startswith("rank  last action  ")
 
