@@ -9,7 +9,7 @@
 
 A file is of the split whose word is in its name, or else in the name of a folder that it is in:
 `SPLIT_WORDS`, between dots, dashes, underscores, blanks and digits, as in test_2016_flickr.de or
-newstest2014-deen.jsonl. (`datasets` goes by the same rule.) A name that says two splits is refused.
+newstest2014-deen.jsonl. A name that says two splits is refused.
 All others are train. Rows are read anew by each who iterates, a few at a time.
 
 A text to continue is read in pieces of documents, with None after each document:
