@@ -16,8 +16,8 @@ from tests.chaos.kinds import FAILED, TRACEBACK
 from tests.chaos.programs import OWN, TORCHRUN, TORCHRUN_COMMAND
 from tests.chaos.run import Run, until
 
-START = 120.0  # seconds that the start of ranks may take here, on a busy machine
-SOON = 30.0  # ... and their end
+START = 240.0  # seconds that the start of ranks may take here, on a busy machine
+SOON = 120.0  # ... and their end
 LIGHT = [sys.executable, "-m", "tests.training.programs"]
 RESTARTED = [
     sys.executable, *TORCHRUN_COMMAND, "--max-restarts", "1", "-m", "tests.training.programs",

@@ -82,7 +82,7 @@ def in_threads(net: nn.Sequential) -> None:
 
 
 def in_processes(net: nn.Sequential) -> None:
-    with ProcessPipe(net, [2, 2], timeout=20) as pipe:
+    with ProcessPipe(net, [2, 2]) as pipe:
         optimizer = adamw(pipe.parameters())
         for _ in range(2):
             optimizer.zero_grad()

@@ -31,7 +31,7 @@ from tests.chaos.run import Run, scratch, until
 
 STARTING, TRAINING, ENDING = "starting", "training", "ending"
 LONGEST = {STARTING: 5.0, TRAINING: 3.0, ENDING: 0.6}  # seconds after its beginning
-START = 120.0  # seconds that a program may take to begin with training
+START = 240.0  # seconds that a program may take to begin with training
 TIMEOUT, STOPPED_TIMEOUT = 60.0, 8.0  # --timeout; the second where it is waited for
 STOPPED = 60.0  # torchrun waits half a minute for a rank that is stopped, before it kills it
 LOOPBACK = ("127.", "::1:", "::ffff:127.0.0.1:")

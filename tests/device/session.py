@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
 NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.meeting.agree_on_backend says
-LIMIT = 100.0  # seconds that a function may take, the first with the start
+LIMIT = 250.0  # seconds that a function may take, the first with the start, on a busy machine
 
 
 def _serve(inbox: Connection) -> None:

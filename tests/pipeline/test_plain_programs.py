@@ -260,9 +260,9 @@ def _between_processes(_: int, __: int) -> tuple[str, dict[str, Any]]:
     written to, another saved."""
     torch.manual_seed(0)
     wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    with ProcessPipe(wrong, [3, 2], timeout=30) as pipe:
+    with ProcessPipe(wrong, [3, 2]) as pipe:
         said = caught(pipe.train_step, *sequences(), square_error, "1f1b", 4)[0]
-    with ProcessPipe(apart(), [3, 2], timeout=30) as pipe:
+    with ProcessPipe(apart(), [3, 2]) as pipe:
         loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
         return said, gradients(pipe) | {"loss": loss}
 

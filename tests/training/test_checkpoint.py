@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.project.programs import names_in
-from tests.ranks import Ranks
+from tests.ranks import LIMIT, Ranks
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -342,7 +342,7 @@ def saver_of(rank: int, size: int, folder: Path, common: bool, background: bool 
     """With a folder in common, or one of its own, as on a host of its own."""
     mine = folder if common else folder / f"host{rank}"
     clean(mine)  # what an earlier run has left; before all ranks meet, as in `Saving`
-    return Saver(mine, World(rank, size), timeout=30, background=background)
+    return Saver(mine, World(rank, size), timeout=LIMIT, background=background)
 
 
 def gathered_by_all(rank: int, world_size: int, folder: Path) -> int:

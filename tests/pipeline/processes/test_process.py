@@ -124,7 +124,7 @@ def _on_ranks(rank: int, n: int, apart: bool) -> dict[Any, Found]:
     for name, v in EVERY[:5] if groups else schedules(n):
         ranks = catalogue.ranks_of_stages(name, n, v)
         target = y if rank == ranks[-1] else y.to("meta")  # nobody else reads it
-        with ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe:
+        with ProcessPipe(model(), SIZES[n * v], ranks=ranks) as pipe:
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours.links[1 - rank]
                 link.bodies = groups if rank == 0 else groups[::-1]
@@ -197,7 +197,7 @@ def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_wei
 ) -> None:
     x, y = batch(8)
     events: list[Any] = []
-    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+    with ProcessPipe(tower(), [2, 4]) as pipe:
         pipe.recorder = lambda *event: events.append(event)
         pipe.train_step(x, y, square_error, schedule, 3)
         pipe.recorder = Mock(spec=["recording"], recording=False, side_effect=AssertionError)
@@ -214,7 +214,7 @@ def test_memory_of_messages_does_not_grow_with_the_micro_batches(rank: int, _: i
     kept while one is waited for."""
     groups = [dist.new_group() for _ in range(2)]
     for apart in (False, True):
-        with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+        with ProcessPipe(tower(), [2, 4]) as pipe:
             link: Any = pipe._neighbours.links[1 - rank]
             if apart:  # as between GPUs
                 link.bodies = groups if rank == 0 else groups[::-1]
@@ -251,7 +251,7 @@ def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
 
 def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
     results = {}
-    with ProcessPipe(tower(), SIZES[world_size], timeout=20) as pipe:
+    with ProcessPipe(tower(), SIZES[world_size]) as pipe:
         for seed in range(20):
             schedule = partial(random_schedule, seed=seed)
             loss = pipe.train_step(*batch(10), square_error, schedule, seed % 5 + 1)
@@ -282,7 +282,7 @@ def test_replicas_exchange_gradients_while_the_last_backward_runs(
         events.append(event)
 
     group = mesh["pp"].group
-    with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
+    with ProcessPipe(tower(), [6], group=group, recorder=note) as pipe:
         parameters, replicas = pipe.parameters(), mesh["dp"].group
         with sharing(False):  # memory is read when the buckets are finished
             ranks = Communicator(replicas)
@@ -305,7 +305,7 @@ def test_a_second_step_adds_to_the_gradients_of_the_first(_: int, _world_size: i
     layers[4] = nn.Linear(8, 8, dtype=torch.float64)
     layers[4].weight = layers[2].weight
     layers[5] = nn.Linear(8, 3, dtype=torch.float64)
-    with ProcessPipe(layers, [3, 3], timeout=20) as pipe:
+    with ProcessPipe(layers, [3, 3]) as pipe:
         pipe.train_step(*batch(8), square_error)
         want = {name: 2 * gradient for name, gradient in gradients(pipe).items()}
         pipe.train_step(*batch(8), square_error)

@@ -28,7 +28,7 @@ from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
 from tests.ranks import Ranks
 from tests.remote import on_ranks
 
-SOON = 10.0  # seconds; the time-out of the pipes is 30
+SOON = 60.0  # seconds, on a busy machine; the time-out of the pipes is 300
 
 
 def caught(function: Callable[..., Any], *args: Any) -> tuple[str, list[str]]:
@@ -87,7 +87,7 @@ def test_an_error_on_one_stage_ends_all_and_says_where(
 
 
 def _survivor(rank: int, _: int) -> list[str]:
-    pipe = ProcessPipe(tower(), [2, 4], timeout=30)
+    pipe = ProcessPipe(tower(), [2, 4])
     one_f_one_b(pipe, *batch(8))
     dist.barrier()
     if rank == 1:
@@ -99,7 +99,7 @@ def test_a_rank_that_is_killed_ends_the_wait_of_its_neighbour(ranks: Ranks) -> N
     """The next test gets new ranks: these are not whole afterwards."""
     with pytest.raises((EOFError, AssertionError, ConnectionError)):
         ranks.run(_survivor)
-    assert ranks.pipes[0].poll(60)
+    assert ranks.pipes[0].poll(SOON)
     fine, answers = ranks.pipes[0].recv()
     assert fine, answers
     for answer in answers:
@@ -189,7 +189,7 @@ def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
 ) -> None:
     """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
     groups = [dist.new_group() for _ in range(2)] if apart else []  # as between GPUs
-    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+    with ProcessPipe(tower(), [2, 4]) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
         link.bodies = groups if rank == 0 else groups[::-1]
         process = psutil.Process()
@@ -222,7 +222,7 @@ def test_a_message_like_the_one_before_is_one_transfer(rank: int, _: int) -> Non
     """And two after one that was shorter: both ends expect what they have seen. Messages have 500
     to 80,000 numbers; a long one makes those after it longer only a little."""
     transfers, lengths = [], []
-    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+    with ProcessPipe(tower(), [2, 4]) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
         for k, hundreds in enumerate((5, 10, 10, 10, 80, 9, 8, 20, 19)):
             x = torch.ones(hundreds, 100, dtype=torch.float64)
@@ -240,7 +240,7 @@ def test_a_message_like_the_one_before_is_one_transfer(rank: int, _: int) -> Non
 
 @on_ranks(2)
 def test_a_neighbour_that_is_silent_is_not_waited_for_longer(rank: int, _: int) -> None:
-    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+    with ProcessPipe(tower(), [2, 4]) as pipe:
         pipe._neighbours._groups[0].set_timeout(timedelta(seconds=0.2))
         if rank == 0:
             start, said = time.monotonic(), r"^waiting for gradients from stage 1 .*: it has "

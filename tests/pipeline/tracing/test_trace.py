@@ -177,7 +177,7 @@ def _on_ranks(rank: int, _: int) -> dict[str, Any]:
             tensor.copy_(values[key])
 
         sizes = [1, len(stages) - 1]
-        with ProcessPipe(stages, sizes, model=module, initialize=initialize, timeout=20) as pipe:
+        with ProcessPipe(stages, sizes, model=module, initialize=initialize) as pipe:
             loss = pipe.train_step(x, target, loss_fn, "1f1b", num_microbatches=3)
             every = (item for stage in stages for item in stage.named_buffers())
             buffers = {n: b for n, b in every if not b.is_meta}
