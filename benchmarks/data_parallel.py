@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -62,7 +63,7 @@ def batches(rank: int) -> list[tuple[Sequences, Tensor]]:
     return made
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Every contestant's optimizer."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
@@ -76,7 +77,7 @@ class Contestant:
         self.targets = SEQUENCES * LENGTH / 2  # of this rank; each contestant averages over ranks
         self.fsdp: FullyShardedDataParallel | None = None
         self.finish: Callable[[], None] = lambda: None
-        self.shards: list[nn.Parameter] = []
+        self.shards: list[Tensor] = []
         config = CONFIG(**sizes)
         if name in ("zero 2", "zero 3"):
             with torch.device("meta"):
@@ -110,7 +111,7 @@ class Contestant:
             sharded = ShardedOptimizer(dict(whole.named_parameters()), adamw, ranks)
             sharded.buckets.watch()
             self.optimizer, self.finish = sharded.optimizer, sharded.buckets.finish
-            self.shards = sharded.shards
+            self.shards = [x.tensor for x in sharded.slices]
             self.targets *= 2  # its gradients are summed
         else:
             self.optimizer = adamw(list(net.parameters()))

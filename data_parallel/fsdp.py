@@ -63,17 +63,22 @@ from runtime.recorder import Recorder, acting
 from runtime.waits import control_device
 
 from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
-from .shards import FlatSlice, ShardedUnit, Traits, Unit, first_value, plan_units
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
-Muon and Adafactor need whole matrices and would see pieces of them."""
+from .shards import (
+    FlatSlice,
+    MakeOptimizer,
+    ShardedUnit,
+    Traits,
+    Unit,
+    first_value,
+    make_with,
+    plan_units,
+)
 
 
 class FullyShardedDataParallel:
     """Trains layers sharded over the ranks.
 
-        fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.AdamW(shards, lr=1e-3),
+        fsdp = FullyShardedDataParallel(layers, lambda slices: torch.optim.AdamW(slices, lr=1e-3),
                                         names=names, init=init)
         loss = loss_fn(fsdp.forward(x), target) / tokens_of_the_global_batch
         fsdp.backward(loss)
@@ -82,7 +87,8 @@ class FullyShardedDataParallel:
     Args:
         layers: run one after the other. Those on the meta device get their values from `init`,
             others those of rank 0. Parameters then have memory only while their layer computes.
-        make_optimizer: of the trainable shards, one flat tensor per unit (shards.py).
+        make_optimizer: of what this rank holds of each trained parameter, a flat tensor with its
+            name; see `shards.MakeOptimizer`.
         names: of the parameters, and of buffers on the meta device; by default those of
             `nn.Sequential(*layers)`.
         init: fills one parameter or buffer, by its name.
@@ -158,7 +164,8 @@ class FullyShardedDataParallel:
         ]
         self.layers[-1].checkpoint = False  # its backward is next
         self._trained = [u for u in self.units if u.unit.trainable]
-        self.optimizer = make_optimizer([u.shard for u in self._trained])
+        slices = [x for u in self._trained for x in u.trained]
+        self.optimizer = make_with(make_optimizer, slices)
         self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
@@ -293,12 +300,14 @@ class FullyShardedDataParallel:
         if self.replicas.size > 1 and self._microbatch and not self._summed:
             with self._record("all_reduce", -1):
                 self._finish_sums_of_replicas()
+        for u in self._trained:
+            u.hand_back()
 
     def zero_grad(self) -> None:
         """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
         self.finish_gradients()
         for u in self._trained:
-            u.shard.grad = None
+            u.drop_gradient()
         self._microbatch, self._summed = 0, False
 
     def optimizer_step(self) -> None:
@@ -310,7 +319,7 @@ class FullyShardedDataParallel:
         with self._record("optimizer", -1):
             self.optimizer.step()
         for u in self._trained:
-            u.shard.grad = None
+            u.drop_gradient()
             u.publish()
         self._barrier(self._microbatch)  # nobody gathers old values
         self._steps += 1
@@ -321,7 +330,7 @@ class FullyShardedDataParallel:
     def get_local_info(self, layer: int) -> list[FlatSlice]:
         """What this rank holds of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
-        return [x for u in units for x in u.slices(u.shard)]
+        return [x for u in units for x in u.trained or u.slices(u.shard)]
 
     def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
         """Their gradients, summed over all ranks and all backwards since the last step."""

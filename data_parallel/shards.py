@@ -21,7 +21,7 @@ Cost: every parameter and every shard starts on a cache line: at most 64 bytes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,13 @@ class FlatSlice(NamedTuple):
     shape: torch.Size  # of the whole parameter
     offset: int
     tensor: Tensor
-    shard: Tensor
+    parameter: nn.Parameter | None = None  # the same memory, for an optimizer
+
+
+Named = list[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
+"""Makes the optimizer of this rank's slices, each with its parameter's name, so that it may treat
+some otherwise. It must work element by element, like SGD, Adam or AdamW."""
 
 
 class Unit:
@@ -109,8 +115,12 @@ class Unit:
             start, stop = max(whole.start, e.start), min(whole.stop, e.stop)  # in the unit
             if start < stop:
                 values = shard.detach()[start - whole.start : stop - whole.start]
-                slices.append(FlatSlice(e.name, e.shape, start - e.start, values, shard))
+                slices.append(FlatSlice(e.name, e.shape, start - e.start, values))
         return slices
+
+    def trained(self, rank: int, shard: Tensor) -> list[FlatSlice]:
+        """The same, each with a parameter of its own."""
+        return [x._replace(parameter=nn.Parameter(x.tensor)) for x in self.slices(rank, shard)]
 
 
 class Place(NamedTuple):
@@ -184,8 +194,9 @@ class ShardedUnit:
     Attributes:
         whole: the flat unit, while it is gathered or arriving.
         addresses: of its bytes; none while it is neither.
-        shard: flat; trained by the optimizer. Its grad is the sum over all ranks and all backwards
-            since the last update, once fsdp.py has waited for it.
+        shard: flat. Its grad is the sum over all ranks and all backwards since the last update,
+            once fsdp.py has waited for it.
+        trained: its slices, as the optimizer updates them.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
         kept: with zero 2, memory for the whole parameters; with zero 3 it is lent. (A rank that
@@ -221,8 +232,10 @@ class ShardedUnit:
         if self.casts:
             shard = torch.zeros_like(shard, dtype=unit.dtype)  # private; see `publish`
         self.shard = nn.Parameter(shard, unit.trainable)
+        self.trained = unit.trained(communicator.rank, shard) if unit.trainable else []
         self.nbytes = storage.nbytes + (shard.nbytes if self.casts else 0)  # held permanently
         self.gradient: Tensor | None = None
+        self._gradient_slices: list[Tensor] = []  # as `trained`
         self._arrived: Wait | None = None  # of a gather that has started and is not finished
 
     @torch.no_grad()
@@ -243,6 +256,16 @@ class ShardedUnit:
     def slices(self, flat: Tensor) -> list[FlatSlice]:
         """What this rank holds of each parameter, or of what is as long as its shard."""
         return self.unit.slices(self.communicator.rank, flat)
+
+    def hand_back(self) -> None:
+        """Gives each slice its part of the shard's grad, if there is one."""
+        if self.shard.grad is not None:
+            give_gradients(self.trained, self._gradient_slices)
+
+    def drop_gradient(self) -> None:
+        """Of the shard and its slices."""
+        self.shard.grad = None
+        give_gradients(self.trained, [None] * len(self.trained))
 
     def parameters(self) -> list[nn.Parameter]:
         """Views of the gathered unit, made once for each piece of memory: to make them takes the
@@ -301,6 +324,7 @@ class ShardedUnit:
         if self.gradient is None:
             own = self.shard.numel(), self.unit.dtype, self.device
             self.gradient = self.replicas.keep(*own)
+            self._gradient_slices = [x.tensor for x in self.slices(self.gradient)]
         accumulate = self.shard.grad is not None
         self.shard.grad = self.gradient
         return self.communicator.start_reduce_scatter(whole, 0, self.gradient, accumulate)
@@ -309,6 +333,23 @@ class ShardedUnit:
         """Begins to add up the shard's grad over the replicas, in place."""
         assert self.gradient is not None, "a backward has made it"
         return self.replicas.start_sum(self.gradient)
+
+
+def give_gradients(slices: Sequence[FlatSlice], gradients: Sequence[Tensor | None]) -> None:
+    """Sets the grad of each slice's parameter."""
+    for (_, p), gradient in zip(with_names(slices), gradients, strict=True):
+        p.grad = gradient
+
+
+def with_names(slices: Iterable[FlatSlice]) -> Named:
+    """The parameters of slices by name."""
+    return [(x.name, x.parameter) for x in slices if x.parameter is not None]
+
+
+def make_with(make_optimizer: MakeOptimizer, slices: Iterable[FlatSlice]) -> torch.optim.Optimizer:
+    """The optimizer of slices. A rank that holds none has something empty: optimizers refuse an
+    empty list."""
+    return make_optimizer(with_names(slices) or [("nothing", nn.Parameter(torch.empty(0)))])
 
 
 def first_value(

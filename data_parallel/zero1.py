@@ -36,7 +36,7 @@ from runtime.communicator import Communicator
 from runtime.recorder import Recorder, acting
 
 from .buckets import Bucket, GradientBuckets, in_backward_order
-from .shards import FlatSlice, Unit
+from .shards import MakeOptimizer, Unit, give_gradients, make_with
 
 
 class ScatteredBucket(Bucket):
@@ -44,7 +44,7 @@ class ScatteredBucket(Bucket):
 
     Attributes:
         values: the parameters, end to end; all of them on every rank.
-        shard: this rank's part of `values`, a view.
+        shard: this rank's part of `values`, a view; `trained`: its slices, for an optimizer.
         replicas: the ranks of other groups with the same part: its sums are added up over them.
     """
 
@@ -66,8 +66,9 @@ class ScatteredBucket(Bucket):
         for p, view in zip(trained, unit.views(self.values), strict=True):
             p.data = view.copy_(p.detach())
         own = unit.shard_slice(communicator.rank)
-        self.shard = nn.Parameter(self.values[own])
-        self.part = flat[own]
+        self.shard, self.part = self.values[own], flat[own]
+        self.trained = unit.trained(communicator.rank, self.shard)
+        self._gradients = [x.tensor for x in unit.slices(communicator.rank, self.part)]
         super().__init__(trained, flat, unit.views(flat), communicator)
 
     def start_exchange(self) -> None:
@@ -83,7 +84,7 @@ class ScatteredBucket(Bucket):
         """The gradients of the parameters are gone: their memory holds a part of the sum."""
         if self.replicas.size > 1:
             self.part.copy_(self.sum_of_replicas())
-        self.shard.grad = self.part
+        give_gradients(self.trained, self._gradients)
         for p in self.parameters:
             p.grad = None
 
@@ -100,14 +101,14 @@ class ShardedOptimizer:
         parameters: of this rank, by name, all trained, the same on all ranks of the communicator.
             Their data moves into the flat tensors. One without a gradient counts as having zeros:
             AdamW lets it decay.
-        make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
+        make_optimizer: see `shards.MakeOptimizer`.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.
         replicas: of this rank's parts, in other groups like that of the communicator.
 
     Attributes:
-        shards: this rank's part of each flat tensor.
-        optimizer: of the shards. After each step all ranks get the new values.
+        slices: of this rank's parts, what it updates of each parameter.
+        optimizer: of the slices. After each step all ranks get the new values.
 
     Raises:
         ValueError: a parameter is frozen.
@@ -116,7 +117,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: MakeOptimizer,
         communicator: Communicator,
         kind: Callable[[str], Any] = lambda _: None,
         recorder: Recorder | None = None,
@@ -131,22 +132,17 @@ class ShardedOptimizer:
         ranks = communicator, replicas or Communicator()
         self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]
         self.buckets = GradientBuckets(self._parts, recorder)
-        self.shards = [bucket.shard for bucket in self._parts]
-        self.optimizer = make_optimizer(self.shards)
+        self.slices = [x for bucket in self._parts for x in bucket.trained]
+        self.optimizer = make_with(make_optimizer, self.slices)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks. No rank may change its shards before it has
         finished another exchange."""
-        device = self.shards[0].device
+        device = self._parts[0].shard.device
         with acting(self.recorder, "all_gather", device=device):
             self.communicator.barrier(device)  # all have written theirs
             gathers = [self.communicator.start_gather(b.shard, b.values) for b in self._parts]
             for finish in gathers:
                 finish()
-
-    def local_info(self) -> list[FlatSlice]:
-        """What this rank updates of each parameter."""
-        rank = self.communicator.rank
-        return [x for bucket in self._parts for x in bucket.unit.slices(rank, bucket.shard)]

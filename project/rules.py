@@ -113,6 +113,14 @@ def rules(args: Options) -> Iterator[Rule]:
     ]  # fmt: skip
     if args.optimizer != "sgd":
         yield from without_effect(args, "momentum", "only --optimizer sgd has it", LEAVE)
+    else:
+        yield from without_effect(args, "weight_decay betas eps", "only AdamW has it", LEAVE)
+    if args.lr_scheduler != "wsd":
+        yield from without_effect(args, "decay_steps", "only --lr_scheduler wsd has it", LEAVE)
+    yield (
+        "min_lr learning_rate", args.min_lr <= args.learning_rate,
+        "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
+    )  # fmt: skip
     if args.model == VGG:
         rule = f"{VGG}, the default model, learns pictures"
         yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")

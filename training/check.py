@@ -153,33 +153,49 @@ def plain_rate(args: Options, step: int, total: int) -> float:
     """The learning rate of step 0, 1, ... of `total`, as the options say."""
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / args.warmup_steps
-    left = (total - step) / (total - args.warmup_steps)  # from 1 down to 0
-    falling = {"constant": 1.0, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}
-    return args.learning_rate * falling[args.lr_scheduler]
+    decay = total - args.warmup_steps
+    if args.lr_scheduler == "wsd":
+        decay = args.decay_steps or math.ceil(total / 5)
+    left = min(1.0, (total - step) / decay)  # from 1 down to 0
+    falling = {
+        "constant": 1.0,
+        "linear": left,
+        "cosine": math.sin(math.pi / 2 * left) ** 2,
+        "wsd": 1 - (1 - left) ** 0.5,
+    }
+    high = falling[args.lr_scheduler]
+    return high * args.learning_rate + (1 - high) * args.min_lr
 
 
 def plain_steps(
-    args: Options,
-    parameters: list[nn.Parameter],
-    total: int,
-    losses: Iterable[Tensor],
-    eps: float = 1e-8,
+    args: Options, named: Iterable[tuple[str, nn.Parameter]], total: int, losses: Iterable[Tensor]
 ) -> Iterator[tuple[float, bool]]:
     """Plain training, as the options say. Yields the loss of each step, and whether weights are
     updated by it, once `p.grad` is there and before it is clipped.
 
     Args:
         args: the options that a person types.
+        named: the parameters, by name.
         total: the steps at whose end a decaying rate would be 0.
         losses: the mean loss of each step, computed when it is asked for. A step that is not finite
             is left out, but has its number.
-        eps: of AdamW.
     """
+    by_name = dict(named)
+    parameters = list(by_name.values())
     optimizer: torch.optim.Optimizer
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, momentum=args.momentum)
     else:
-        optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=eps, weight_decay=0.01)
+        vectors = [p for name, p in by_name.items() if p.dim() == 1 or name.endswith("bias")]
+        matrices = [p for p in parameters if all(p is not vector for vector in vectors)]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": args.weight_decay},
+                {"params": vectors, "weight_decay": 0},
+            ],
+            betas=(float(args.betas.split(",")[0]), float(args.betas.split(",")[1])),
+            eps=args.eps,
+        )
     for step, loss in enumerate(losses):
         optimizer.zero_grad()
         loss.backward()
@@ -213,7 +229,7 @@ class Plain:
         bits = torch.finfo(self.dtype).bits
         line = moving(islice(steps, total), f"One process, {bits} bits", total, "step")
         losses = map(self._mean_loss, line)
-        for _ in plain_steps(args, list(self.model.parameters()), total, losses):
+        for _ in plain_steps(args, self.model.named_parameters(), total, losses):
             pass
 
     def _mean_loss(self, step: Step) -> Tensor:

@@ -11,9 +11,15 @@ bits, so all decide alike. An infinite or NaN element makes the norm infinite or
 Cost: one pass over the gradient and an all-reduce of W + 4 numbers; another pass to clip. For
 gpt2-mini on two ranks with a core each 2 ms, 0.2% of a step, and 1 ms for clipping.
 
+Matrices decay; biases, norms and other vectors do not: to shrink a matrix lets it change direction
+sooner, to shrink a norm moves its scale from 1 for no reason. What a rank holds of a parameter has
+the parameter's name, and so its group, however it was cut.
+
 Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
 Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
-(cosine).
+(cosine), and "Decoupled weight decay regularization", 2019 (AdamW); Hu et al., "MiniCPM", 2024
+(warm-up, stable, decay); Hägele et al., "Scaling laws and compute-optimal training beyond fixed
+training durations", 2024 (its decay by the root).
 """
 
 from __future__ import annotations
@@ -63,17 +69,23 @@ class Recipe:
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the highest;
-        then constant, or linear or cosine decay to 0 at the step after the last."""
+        then constant, or a decay that reaches the lowest at the step after the last. (wsd is
+        constant before it decays.)"""
         args = self.args
         if step < args.warmup_steps:
             return args.learning_rate * (step + 1) / args.warmup_steps
-        done = (step - args.warmup_steps) / (self.num_steps - args.warmup_steps)
+        first = args.warmup_steps  # of the decay
+        if args.lr_scheduler == "wsd":
+            first = self.num_steps - decay_steps_of(args, self.steps_per_epoch)
+        done = max(0.0, (step - first) / max(1, self.num_steps - first))
         falling = {
             "constant": 1.0,
             "linear": 1 - done,
             "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "wsd": 1 - math.sqrt(done),
         }
-        return args.learning_rate * falling[args.lr_scheduler]
+        high = falling[args.lr_scheduler]
+        return args.learning_rate * high + args.min_lr * (1 - high)
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -119,8 +131,9 @@ class GlobalOptimizer:
         self.counts = NO_COUNTS
         self._world = world or World()
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
-        ours = {p for ps in self._owned for p in ps} if counted is None else {*counted}
-        self._counted = [[p for p in ps if p in ours] for ps in self._owned]
+        # In their order, which no groups of an optimizer change.
+        ours = [p for ps in self._owned for p in ps] if counted is None else counted
+        self._counted = [[p for p in ours if p in owned] for owned in map(set, self._owned)]
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -261,12 +274,26 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, or the optimizer that --optimizer names."""
-    ps = list(parameters)  # an iterator would be used up
+def decays(name: str) -> bool:
+    """Whether a parameter is a matrix, or several: no bias, and not the scale of a norm."""
+    return name.endswith("weight") and ".ln_" not in name
+
+
+def make_optimizer(
+    args: Options, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """AdamW, or the optimizer that --optimizer names, of parameters with their names."""
+    named = list(parameters)  # an iterator would be used up
     if args.optimizer == "sgd":
-        return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
-    return torch.optim.AdamW(ps, args.learning_rate, fused=True)
+        return torch.optim.SGD([p for _, p in named], args.learning_rate, momentum=args.momentum)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if decays(name)], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = map(float, args.betas.split(","))
+    return torch.optim.AdamW(
+        groups, args.learning_rate, betas=(beta1, beta2), eps=args.eps, fused=True
+    )
 
 
 def usual_warmup(args: Options, steps_per_epoch: int) -> int:
@@ -275,11 +302,23 @@ def usual_warmup(args: Options, steps_per_epoch: int) -> int:
     return min(WARMUP, Recipe(args, steps_per_epoch).num_steps // 2)
 
 
-def check_warmup(args: Options, steps_per_epoch: int) -> None:
-    """Raises UserError if the warm-up does not end before the run does."""
+def decay_steps_of(args: Options, steps_per_epoch: int) -> int:
+    """The last steps of `wsd`, in which it decays: as asked, or a fifth of the run."""
+    return args.decay_steps or -(-Recipe(args, steps_per_epoch).num_steps // 5)
+
+
+def check_schedule(args: Options, steps_per_epoch: int) -> None:
+    """Raises UserError if the warm-up does not end before the run does, or not before the decay of
+    `wsd` begins."""
     steps = Recipe(args, steps_per_epoch).num_steps
     if args.warmup_steps and args.warmup_steps >= steps:
         raise UserError(
             f"--warmup_steps {args.warmup_steps}: the run has {counted(steps, 'step')}, and the "
             f"warm-up must end before the last; {works('--warmup_steps', steps - 1, least=0)}"
+        )
+    most, decay_steps = steps - args.warmup_steps, decay_steps_of(args, steps_per_epoch)
+    if args.lr_scheduler == "wsd" and decay_steps > most:
+        raise UserError(
+            f"--decay_steps {decay_steps}: the run has {counted(steps, 'step')}, and after the "
+            f"warm-up {most}; {works('--decay_steps', most)}"
         )

@@ -91,6 +91,15 @@ def schedule_word(word: str) -> str:
 ScheduleName = Annotated[str, schedule_word]
 
 
+def betas(word: str) -> str:
+    """Two fractions."""
+    parts = word.split(",")
+    with suppress(ValueError):
+        if len(parts) == 2 and all(0 <= float(part) < 1 for part in parts):
+            return word
+    raise ArgumentTypeError(f"{word}: it must be two numbers, at least 0, below 1, as 0.9,0.95")
+
+
 @dataclass
 class Training:
     """training"""
@@ -101,11 +110,25 @@ class Training:
     """examples per step: the global batch"""
     learning_rate: Positive = UNSET
     """peak rate; default: 1e-3 for gpt2-mini, else 1e-4"""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """after warm-up: constant, or linear or cosine decay to 0"""
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """after warm-up: constant; linear or cosine decay to --min_lr; or wsd (warm-up, stable, decay):
+    constant, and in the last --decay_steps down by a root. A run that is still stable can be
+    resumed with more epochs: its length need not be known at the start"""
+    decay_steps: Count | None = None
+    """the last steps of wsd, in which the rate falls; default: a fifth of the run"""
+    min_lr: Coefficient = 0.0
+    """the lowest rate of a decay; often a tenth of --learning_rate"""
     warmup_steps: Whole = 0
     """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
     shorter run"""
+    weight_decay: Coefficient = 0.01
+    """each step shrinks every matrix by this times the learning rate; biases and norms never
+    shrink. GPT-2's recipes have 0.1"""
+    betas: Annotated[str, betas] = "0.9,0.999"
+    """how much AdamW keeps of its means of gradients, and of their squares, in each step; GPT-2's
+    recipes have 0.9,0.95, which forgets large gradients sooner"""
+    eps: Positive = 1e-8
+    """AdamW divides by the root of the mean square, plus this"""
     max_grad_norm: Positive | None = None
     """clip the global gradient norm to this, e.g. 1.0; default: off"""
     on_nan: Literal["stop", "skip"] = "stop"

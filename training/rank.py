@@ -23,7 +23,7 @@ from .launch.compare_ranks import check_same, compared_values
 from .launch.errors import counted
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup, setup_of
-from .optimization import check_warmup, usual_warmup
+from .optimization import check_schedule, decay_steps_of, usual_warmup
 from .resume import Resume, find_resume, started
 from .tasks.task import TrainingTask
 
@@ -80,9 +80,12 @@ def run_rank(
             fingerprints = task.fingerprints()
             check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
         resume.check_data(task.fingerprints()["train"])
-    if "warmup_steps" not in args.typed and resume.checkpoint is None:
-        args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
-    check_warmup(args, task.steps_per_epoch)
+    if resume.checkpoint is None:  # else they are what they were
+        if "warmup_steps" not in args.typed:
+            args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
+        if args.lr_scheduler == "wsd":
+            args = replace(args, decay_steps=decay_steps_of(args, task.steps_per_epoch))
+    check_schedule(args, task.steps_per_epoch)
     setup = setup_of(args, world, resume.cut)
     model = layout_of(task, world, setup)
     try:

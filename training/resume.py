@@ -34,7 +34,7 @@ from typing import Any
 from runtime.axes import AXES
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
 from training.files import CHECKPOINTS, ENDED, OPTIONS
-from training.optimization import GlobalOptimizer
+from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import NOTHING_YET, Totals, holds_run, options_of, write_options
 
@@ -46,10 +46,12 @@ from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
-    *option_names(Data, Architecture), "batch_size", "optimizer", "momentum", "learning_rate",
-    "lr_scheduler", "warmup_steps", "max_grad_norm", "precision", "comm_dtype", "seed",
-    "max_batches", "vgg_width", "experts", "top_k", "balance_coefficient",
+    *option_names(Data, Architecture), "batch_size", "optimizer", "momentum", "weight_decay",
+    "betas", "eps", "max_grad_norm", "precision", "comm_dtype", "seed", "max_batches", "vgg_width",
+    "experts", "top_k", "balance_coefficient",
 }  # fmt: skip
+# And these, unless the rates of all steps that were done would have been the same.
+OF_RATES = {"learning_rate", "lr_scheduler", "warmup_steps", "decay_steps", "min_lr"}
 # A resume takes all options of a row or, if one of them was typed, none: how long the run is; in
 # which order the ranks compute it.
 LENGTH = {"n_epochs", "num_batches"}
@@ -136,9 +138,13 @@ def find_resume(args: Options) -> Resume:
     folder = args.workdir / CHECKPOINTS
     checkpoint, refused = newest(folder)
     name = checkpoint.folder.name if checkpoint else OPTIONS
-    # A learning rate that decays is a function of the run's length, too.
-    fixed = DECIDE | LENGTH if checkpoint and args.lr_scheduler != "constant" else DECIDE
     now, was = options_of(args), options_in(args.workdir, checkpoint)
+    fixed = DECIDE | OF_RATES
+    before = replace(args, **{name: was[name] for name in OF_RATES | LENGTH if name in was})
+    if checkpoint and _rates(args, checkpoint) == _rates(before, checkpoint):
+        fixed = DECIDE  # as in the stable phase of wsd
+    elif checkpoint and args.lr_scheduler != "constant":  # a decay depends on the run's length
+        fixed |= LENGTH
     # What an older version has not saved is no difference.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
@@ -164,6 +170,12 @@ def find_resume(args: Options) -> Resume:
     if total == done:
         notes.append("Nothing is left to train.")
     return Resume(checkpoint, tuple(notes))
+
+
+def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:
+    """The learning rates of the steps that were done, by these options."""
+    recipe = Recipe(args, checkpoint.state["steps_per_epoch"])
+    return [recipe.learning_rate_at(step) for step in range(checkpoint.state["steps"])]
 
 
 @contextmanager

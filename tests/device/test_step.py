@@ -219,7 +219,7 @@ def test_an_update_is_recorded_on_the_device_of_its_stage() -> None:
     for k in (0, 1):
         weight = nn.Parameter(torch.ones(2, device=f"cuda:{k}"))
         weight.grad = torch.ones_like(weight)
-        optimizer = Setup(Options(), ADAMW, timeline).optimizer([weight], stage=k)
+        optimizer = Setup(Options(), ADAMW, timeline).optimizer([("weight", weight)], stage=k)
         stream_of = torch.accelerator.current_stream
         with patch("torch.accelerator.current_stream", wraps=stream_of) as asked:
             optimizer.step()

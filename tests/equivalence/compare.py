@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tests.equivalence.plain import Key, Reference
-from tests.equivalence.problems import EPS, SEED
+from tests.equivalence.problems import SEED
 from tests.equivalence.table import Row
 from tests.ranks import end_groups, sharing
 from training.launch.world import World
@@ -125,17 +126,10 @@ class Training:
 @contextmanager
 def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     """A row with nothing done yet."""
-
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(options, parameters)
-        for group in optimizer.param_groups:
-            group["eps"] = EPS
-        return optimizer
-
     options, task = row.problem.options, row.problem.task(world, dtype)
     asked: dict[str, Any] = {"num_microbatches": row.num_microbatches, "recompute": row.recompute}
     asked["precision"] = PRECISIONS[dtype]
-    setup = Setup(replace(options, **asked), adamw)
+    setup = Setup(replace(options, **asked), partial(make_optimizer, options))
     with sharing(row.share_memory):
         model = row.build(task, world, setup)
         recipe = Recipe(options, task.steps_per_epoch)

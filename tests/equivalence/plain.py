@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from tests.equivalence.problems import BALANCE, DECAY, EPS, SEED, Noise, Problem, Sentences
+from tests.equivalence.problems import BALANCE, DECAY, SEED, Noise, Problem, Sentences
 from tests.plain_experts import balance_of, with_experts
 from training.check import plain_steps
 from training.launch.world import World
@@ -51,7 +51,7 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     batches = ((epoch, batch) for epoch in count() for batch in problem.batches(epoch))
     losses = (mean_loss(problem, model, batch, epoch) for epoch, batch in islice(batches, n_steps))
     found: Reference = {}
-    steps = plain_steps(problem.options, list(model.parameters()), DECAY, losses, EPS)
+    steps = plain_steps(problem.options, model.named_parameters(), DECAY, losses)
     for k, (loss, updates) in enumerate(steps, 1):
         found["loss", "", k] = torch.tensor(loss if updates else math.nan, dtype=torch.float64)
         if updates:

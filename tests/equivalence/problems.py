@@ -32,7 +32,7 @@ from training.tasks.tokens import PAD, Encoded
 from training.tasks.translation import TranslationTask
 from training.tasks.vgg import PictureTask, initialize_vgg_parameter
 
-LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls to 0 at step 20
+LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls until step 20
 # AdamW divides by |gradient| + eps. With the usual 1e-8 a gradient that is zero but for rounding
 # (of the keys' biases, on which attention does not depend) moves its weight by a learning rate in
 # a direction of chance; with 1e-4 rounding moves weights by as little as gradients.
@@ -61,7 +61,8 @@ class Problem:
         return TrainOptions(
             batch_size=self.batch_size, learning_rate=LEARNING_RATE, lr_scheduler="cosine",
             warmup_steps=WARMUP, num_batches=DECAY, max_grad_norm=self.max_grad_norm,
-            on_nan="skip", optimizer="adamw", seed=SEED,
+            on_nan="skip", optimizer="adamw", seed=SEED, eps=EPS, betas="0.8,0.95",
+            weight_decay=0.3, min_lr=LEARNING_RATE / 10,
         )  # fmt: skip
 
     def batches(self, epoch: int) -> list[list[int]]:

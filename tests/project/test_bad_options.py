@@ -20,7 +20,7 @@ from tests.ranks import under_torchrun
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.options import Options
-from training.resume import DECIDE, find_resume
+from training.resume import DECIDE, OF_RATES, find_resume
 from training.tasks.sequences import SequenceTask
 from training.tasks.texts import load_texts
 from training.tasks.tokens import TOKENIZER_FILES
@@ -96,6 +96,9 @@ train context --num_workers 3 --attention heads --model gpt2-mini => 4 heads mus
 train 3d --cp 2 --tp 4 --attention heads --model gpt2-mini => 1 head must be dealt out evenly over
 # without effect
 train ddp --momentum 0.5 => only --optimizer sgd has it
+train ddp --optimizer sgd --betas 0.9,0.95 => only AdamW has it; leave it out
+dp --decay_steps 5 => only --lr_scheduler wsd has it; leave it out
+dp --learning_rate 1e-3 --min_lr 2e-3 => a decay goes down; --min_lr 0.0001 works
 train ddp --n_layer 2 => the default model, learns pictures; --model gpt2-mini has it
 train ddp --src fr => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model vgg16 --n_test 9 => the default model, learns pictures; --model gpt2-mini has it
@@ -240,7 +243,8 @@ def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[st
 def test_what_a_resume_may_change(made: Path) -> None:
     """Where to write, how long, on which devices (see test_resume.py); not the data."""
     every = {field.name for kind in KINDS for field in fields(kind)}
-    assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
+    assert every > DECIDE | OF_RATES
+    assert sorted(every - DECIDE - OF_RATES) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
     args = parse(DP + line)
     resume = find_resume(args)
@@ -253,7 +257,7 @@ def test_what_a_resume_may_change(made: Path) -> None:
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
-    line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
+    line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine --warmup_steps 0 "
     run(f"train single {line} --save_every 2", stop_at=3)
     with pytest.raises(UserError, match=r"^--n_epochs 3 with .* with --n_epochs 2; keep "):
         find_resume(parse(PP + line + "--resume --n_epochs 3"))

@@ -44,6 +44,7 @@ REFUSED = {  # per kind of value
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "bucket_mb": (["0", "-1", "-.5", "nan", "big"], "positive and finite"),
     "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
+    "betas": (["0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"], "two numbers, at least 0, below 1"),
     "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
     "pytest": (["perhaps", "2"], "true or false"),
 }
@@ -195,7 +196,7 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
     assert " 1fb1: none of gpipe, 1f1b, " in word and " invalid choice: 'timelin' " in choice
     for page, (line, options) in zip(pages, EXPLAINED.items(), strict=True):
         assert page.startswith(f"usage: {line.split()[0]}.py")
-        assert 40 < page.count("\n") < 140
+        assert 40 < page.count("\n") < 160
         assert max(map(len, page.splitlines())) <= 118
         there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)}
         assert there == options, line

@@ -267,6 +267,34 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
             resumed(f"--{short}")
 
 
+def test_a_stable_run_goes_on_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no rate of a step that was done would be another: of 12 steps the last two decay, and
+    the first of them has the full rate."""
+    options = {
+        "strategy": "ddp", "num_batches": 12, "learning_rate": 1e-3, "lr_scheduler": "wsd",
+        "warmup_steps": 4, "decay_steps": 2, "min_lr": 0.0, "model": "vgg16",
+    }  # fmt: skip
+    state = {"steps": 11, "steps_per_epoch": 4, "options": options}
+    monkeypatch.setattr(
+        "training.resume.newest", lambda _: (Checkpoint(Path("c"), state, None), [])
+    )
+    line = "train ddp --resume --workdir work --num_batches 20 "
+
+    def refused(typed: str) -> str:
+        with pytest.raises(UserError) as error:
+            find_resume(parse(line + typed))
+        return str(error.value).partition(" with --resume")[0]
+
+    for typed in ("", "--decay_steps 9 --min_lr 1e-4", "--lr_scheduler constant"):
+        find_resume(parse(line + typed))
+    assert refused("--decay_steps 11") == "--decay_steps 11 --num_batches 20"
+    assert refused("--learning_rate 2e-3") == "--learning_rate 0.002 --num_batches 20"
+    state["steps"] = 12  # one has decayed
+    assert refused("") == "--num_batches 20"
+    state["steps"] = 1
+    assert refused("--warmup_steps 5") == "--warmup_steps 5 --num_batches 20"
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     """It is named, and set aside; half of one, from a killed run, is removed."""
     line = f"run_pipeline {TINY} --n_epochs 1 --save_every 1 "

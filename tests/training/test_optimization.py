@@ -13,14 +13,25 @@ import pytest
 import torch
 from torch import nn
 
+from tests.equivalence.problems import Sentences
 from tests.remote import on_ranks
+from training.check import plain_rate
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.loop import train
-from training.optimization import GlobalOptimizer, Recipe, check_warmup, clip_factor, usual_warmup
+from training.optimization import (
+    GlobalOptimizer,
+    Recipe,
+    check_schedule,
+    clip_factor,
+    decays,
+    make_optimizer,
+    usual_warmup,
+)
 from training.options import Options
 from training.results import Totals
 from training.tasks.task import Step
+from training.tasks.vgg import vgg16
 
 INF, NAN = math.inf, math.nan
 
@@ -36,30 +47,57 @@ def recipe_of(rate: float, per_epoch: int, steps: int, **options: Any) -> Recipe
 def test_a_run_warms_up_for_half_of_it_at_most(steps: int, warmup: int) -> None:
     """If nobody says for how many steps."""
     assert usual_warmup(Options(num_batches=steps), 7) == warmup
-    check_warmup(Options(num_batches=steps, warmup_steps=warmup), 7)
+    check_schedule(Options(num_batches=steps, warmup_steps=warmup), 7)
 
 
 def test_the_warm_up_ends_before_the_run_does() -> None:
     """Two epochs of five steps."""
-    check_warmup(Options(n_epochs=2, warmup_steps=9), 5)
+    check_schedule(Options(n_epochs=2, warmup_steps=9), 5)
     with pytest.raises(UserError, match=r"^--warmup_steps 10: .* --warmup_steps 0 to 9 works$"):
-        check_warmup(Options(n_epochs=2, warmup_steps=10), 5)
+        check_schedule(Options(n_epochs=2, warmup_steps=10), 5)
+    stable = Options(n_epochs=2, warmup_steps=4, lr_scheduler="wsd", decay_steps=6)
+    check_schedule(stable, 5)
+    with pytest.raises(UserError, match=r"^--decay_steps 7: .* --decay_steps 1 to 6 works$"):
+        check_schedule(replace(stable, decay_steps=7), 5)
 
 
 @pytest.mark.parametrize(
-    ("lr_scheduler", "warmup", "rates"),
+    ("lr_scheduler", "warmup", "lowest", "decay", "rates"),
     [
-        ("constant", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
-        ("linear", 0, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
-        ("linear", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]),
-        ("cosine", 6, [*(8 * k / 6 for k in range(1, 7)), 8.0, 4.0, 0.0]),
+        ("constant", 4, 0, None, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
+        ("linear", 0, 0, None, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
+        ("linear", 4, 4, None, [2.0, 4.0, 6.0, 8.0, 8.0, 7.0, 6.0, 5.0, 4.0]),
+        ("cosine", 6, 0, None, [*(8 * k / 6 for k in range(1, 7)), 8.0, 4.0, 0.0]),
+        ("cosine", 6, 2, None, [*(8 * k / 6 for k in range(1, 7)), 8.0, 5.0, 2.0]),
+        ("wsd", 2, 0, 4, [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 8 - 32**0.5, 8 - 48**0.5, 0.0]),
+        ("wsd", 0, 3, None, [*[8.0] * 7, 8 - 12.5**0.5, 3.0]),  # a fifth of the run: two steps
     ],
 )
-def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> None:
-    """Eight steps, and what a ninth would have. No step is lost to a rate of 0."""
-    recipe = recipe_of(8.0, 4, 8, lr_scheduler=lr_scheduler, warmup_steps=warmup)
-    found = [recipe.learning_rate_at(k) for k in range(9)]
-    assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
+def test_learning_rates(
+    lr_scheduler: str, warmup: int, lowest: float, decay: int | None, rates: list[float]
+) -> None:
+    """Eight steps, and what a ninth would have. No step is lost to a rate of 0. The reference of
+    the equivalence tests has the same by other formulas."""
+    recipe = recipe_of(
+        8.0, 4, 8, lr_scheduler=lr_scheduler, warmup_steps=warmup, min_lr=lowest, decay_steps=decay
+    )
+    for found in (recipe.learning_rate_at, lambda k: plain_rate(recipe.args, k, 8)):
+        assert [found(k) for k in range(9)] == pytest.approx(rates, rel=1e-15, abs=1e-14)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    """Of every model: the rule goes by names, since of a shard nothing else is left."""
+    routed = Sentences(experts=2).task(World(), torch.float32).skeleton()
+    models: list[Any] = [vgg16(width=4), routed.to_empty(device="cpu")]
+    recipe = recipe_of(1.0, 1, 1, weight_decay=0.5)
+    for model in models:
+        named = [*model.named_parameters()]
+        biases_of_experts = {name for name, _ in named if name.endswith("bias")}
+        by_shape = [p.dim() > 1 and name not in biases_of_experts for name, p in named]
+        assert [decays(name) for name, _ in named] == by_shape and True in by_shape
+        decaying, others = make_optimizer(recipe.args, named).param_groups
+        assert (decaying["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+        assert len(decaying["params"]) == sum(by_shape) and others["params"]
 
 
 def test_only_a_norm_above_the_limit_is_clipped() -> None:

@@ -266,7 +266,7 @@ class Setup:
     """
 
     args: Options
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
     timeline: Timeline = OFF
     cut: Sequence[int] | None = None
 
@@ -276,9 +276,9 @@ class Setup:
         return torch.float64 if self.args.precision == "fp64" else torch.float32
 
     def optimizer(
-        self, parameters: Iterable[nn.Parameter], stage: int = -1
+        self, parameters: Iterable[tuple[str, nn.Parameter]], stage: int = -1
     ) -> torch.optim.Optimizer:
-        """An optimizer whose steps the timeline records."""
+        """An optimizer of named parameters, whose steps the timeline records."""
         made = self.make_optimizer(parameters)
         self.timeline.watch(made, stage)
         return made

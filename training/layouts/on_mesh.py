@@ -149,11 +149,11 @@ class MeshLayout(LaidOutModel):
 
 
 def rectangles_of(
-    name: str, shape: Sequence[int], start: int, values: Tensor, shard: Any = None
+    name: str, shape: Sequence[int], start: int, values: Tensor, parameter: Any = None
 ) -> list[Held]:
     """The rectangles of a rank that holds elements start, start + 1, ... of the flattened tensor,
     as views of `values`. A range of a matrix that begins and ends inside rows gives up to three.
-    `shard`: what an optimizer updates, of which `values` are a view."""
+    `parameter`: what an optimizer updates, of which `values` are a view."""
     held, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
     rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
     while done < values.numel():
@@ -163,6 +163,6 @@ def rectangles_of(
         n = min(left // rows[d], sizes[d] - offsets[d])  # how many rows of that level
         box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]  # its shape, in all levels
         view = values[done : done + n * rows[d]].view(box[1:])
-        held.append(Held(name, view, tuple(offsets[1:]), tuple(shape), parameter=shard))
+        held.append(Held(name, view, tuple(offsets[1:]), tuple(shape), parameter=parameter))
         done += n * rows[d]
     return held

@@ -67,12 +67,12 @@ class Replicated(LaidOutModel):
         segments = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
         if args.recompute in segments:  # one micro-batch is held: it is the last
             self.net = Recomputed(layers, segments[args.recompute])
-        parameters = list(self.module.parameters())
+        parameters = list(self.module.named_parameters())
         self.optimizers = [setup.optimizer(parameters)]
         replicas = ("dp",) if self.dp_size > 1 else ()
         self.held = [
             Held.whole(name, p, replicas, counts_here(True, i, self.dp_rank, self.dp_size))
-            for i, (name, p) in enumerate(self.module.named_parameters())
+            for i, (name, p) in enumerate(parameters)
         ]
         self._ddp: DistributedDataParallel | None = None
         if world.world_size > 1 and args.gradient_sync == "overlap":

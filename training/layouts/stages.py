@@ -87,9 +87,9 @@ class Staged(MeshLayout):
             self._buckets |= dict.fromkeys(parameters.values(), buckets)
         if self.sharded:
             self.optimizers = [sharded.optimizer for sharded in self.sharded]
-            self.held = self.held_in(x for sharded in self.sharded for x in sharded.local_info())
+            self.held = self.held_in(x for sharded in self.sharded for x in sharded.slices)
         else:
-            self.optimizers = [setup.optimizer(self.pipe.parameters())]
+            self.optimizers = [setup.optimizer(self.pipe.named_parameters().items())]
 
     def shared_axes(self, name: str) -> tuple[str, ...]:
         """That of the stages, too, if the parameter is tied."""

@@ -21,6 +21,7 @@ from pipeline.pipe import Pipe
 from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import ranks_of_stages
 from runtime.graph import move
+from runtime.meta import names_of
 from runtime.recompute import mode_of
 from training.launch.world import World
 from training.optimization import GlobalOptimizer, Recipe
@@ -85,12 +86,17 @@ class StagesInThreads(_InOneProcess):
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"{cut_in_words(task, sizes)} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
-        of_stages = enumerate(self.pipe.stage_parameters())
-        self.optimizers = [setup.optimizer(ps, stage) for stage, ps in of_stages]
+        names = names_of(self.module)
+        self.optimizers = [
+            setup.optimizer([(names[p], p) for p in parameters], stage)
+            for stage, parameters in enumerate(self.pipe.stage_parameters())
+        ]
 
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """All stages update at the same time."""
-        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world)
+        return OptimizerOnWorkers(
+            self.pipe, self.optimizers, recipe, self.world, counted=self.counted
+        )
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
@@ -121,8 +127,8 @@ class StagesInThreads(_InOneProcess):
 class OptimizerOnWorkers(GlobalOptimizer):
     """An optimizer per stage of a pipe, each used by its stage's worker thread."""
 
-    def __init__(self, pipe: Pipe, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, pipe: Pipe, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._pipe = pipe
 
     def _norms(self) -> list[Tensor]:
@@ -174,7 +180,7 @@ class BlocksInThreads(_InOneProcess):
         self.stage_sizes = sizes
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
         self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
-        self.optimizers = [setup.optimizer(self.module.parameters(), 0)]
+        self.optimizers = [setup.optimizer(self.module.named_parameters(), 0)]
 
     def _outputs(self, x: Sequences) -> Tensor:
         """[N, V]; or with labels [1, 3], as of `training.tasks.gpt2.Head`."""
