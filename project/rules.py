@@ -11,6 +11,7 @@ together in its `settled_*`, which changes nothing in place:
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -19,10 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.cores import core_slice
-from training.launch.errors import UserError, counted, torchrun, torchrun_world_size
+from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
 from training.launch.world import choose_device
 from training.options import VGG, O, Options, spelt
-from training.tasks.gpt2 import PRESETS, gpt2_size
+from training.tasks.gpt2 import PRESETS, gpt2_size, round_vocab
+from training.tasks.tokens import read_tokenizer
 
 from .command_line import is_it
 
@@ -30,7 +32,9 @@ SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of 
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
-OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
+OF_SENTENCES = (
+    "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test"
+)
 LEAVE = "leave it out"
 
 Rule = tuple[str, bool, str, str]
@@ -100,6 +104,10 @@ def rules(args: Options) -> Iterator[Rule]:
          f"--batch_size {args.dp} or more works"),
         ("cores_per_rank", (args.cores_per_rank or 1) <= cores,
          f"{counted(cores, 'core')} can be used here", f"--cores_per_rank {cores} works"),
+        ("eval_every benchmark_only", not (args.eval_every and args.benchmark_only),
+         "nothing is validated", LEAVE),
+        ("keep_best keep", bool(args.keep) or not args.keep_best, "no checkpoint is saved",
+         "--keep 1 works"),
         # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
         ("workdir", files >= 128 or files == unlimited,
          f"a process may open {files} files here; a rank may need 128", "ulimit -n 1024 works"),
@@ -121,9 +129,29 @@ def rules(args: Options) -> Iterator[Rule]:
         "min_lr learning_rate", args.min_lr <= args.learning_rate,
         "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
     )  # fmt: skip
+    if args.tokenizer and args.model in PRESETS:
+        n = size_of_tokenizer(args.tokenizer)
+        yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
+               f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
     if args.model == VGG:
         rule = f"{VGG}, the default model, learns pictures"
         yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
+
+
+def size_of_tokenizer(name: str) -> int:
+    """The number of tokens. Raises UserError if it is no byte-level BPE: others lack letters, and
+    may join what a text is cut into."""
+    try:
+        tokenizer = read_tokenizer(name)
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
+        if (decoder or {}).get("type") != "ByteLevel" or len(tokenizer) < 256:
+            raise ValueError("its tokens are not made of bytes")
+        return len(tokenizer)
+    except Exception as error:  # its readers raise many kinds
+        raise UserError(
+            f"--tokenizer {name}: neither a folder nor a name on the hub with a byte-level BPE "
+            f"({first_sentence(error)}); a folder with GPT-2's vocab.json and merges.txt works"
+        ) from error
 
 
 def of_model(args: Options) -> Iterator[Rule]:

@@ -10,12 +10,12 @@ import torch
 
 from runtime.axes import FACTORS
 from tensor_parallel.gpt2 import degrees
-from training.launch.errors import UserError, counted, torchrun, works
+from training.launch.errors import UserError, counted, first_sentence, torchrun, works
 from training.launch.world import choose_device
 from training.options import VGG, Options
 from training.results import check_trackers
 from training.tasks.gpt2 import PRESETS
-from training.tasks.pretrained import check_pretrained, first_sentence
+from training.tasks.pretrained import check_pretrained
 
 from . import rules, stage_rules
 from .command_line import is_it
@@ -79,6 +79,9 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
     if args.model in PRESETS:
         yield from rules.of_model(args)
         return
+    yield from rules.without_effect(
+        args, "tokenizer", "pretrained weights have one of their own", rules.LEAVE
+    )
     presets = ", ".join(PRESETS)
     yield from rules.without_effect(
         args, "n_layer n_embd n_head vocab_size", "pretrained weights have a fixed size",

@@ -289,10 +289,12 @@ class Saver:
                 sides = zip(x.offsets, x.tensor.shape, strict=True)
                 x.tensor.detach().copy_(whole[tuple(slice(at, at + n) for at, n in sides)])
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
-        weights: no size tells NaN weights from good ones."""
-        self._each(names(self.folder)[:-keep], partial(shutil.rmtree, ignore_errors=True))
+    def prune(self, keep: int, best: str | None = None) -> None:
+        """Removes all but the newest `keep`, 1 or more, and that with the label `best` of rank 0.
+        Call it after a finite step from the newest weights: no size tells NaN weights from good
+        ones."""
+        old = [name for name in names(self.folder)[:-keep] if name.partition("-")[2] != best]
+        self._each(old, partial(shutil.rmtree, ignore_errors=True))
 
     def set_aside_after(self, loaded: Checkpoint) -> None:
         """Renames the checkpoints newer than the loaded one: they are damaged, and must not count

@@ -5,7 +5,7 @@
             backward            forward and backward of the micro-batches    layout.py
             average_gradients   over the ranks that hold the same weights    replicated.py
             optimizer.step      check, clip, schedule, update                optimization.py
-            save, now and then                                               resume.py
+            save, and measure the validation loss, now and then              resume.py
         compare the replicas; validate, score, write the results             results.py
 
 The loss of a step is the mean over all target tokens of the global batch. The loop knows no layout:
@@ -146,6 +146,7 @@ def run(
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
+    every = args.eval_every or total
     optimizer = model.global_optimizer(recipe)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
@@ -174,7 +175,19 @@ def run(
         if timeline.recording and timeline.complete:
             timeline.save(args.workdir)  # at once: the run may be interrupted later
         timeline.end_step()
+        if optimizer.steps % every == 0:
+            validate_within(totals.steps)
         note("next batch")
+
+    def validate_within(steps: int) -> None:
+        """Validates after so many steps of the epoch, unless they are all. Notice waits for the
+        next step. A checkpoint of this step precedes it: a resumed run validates, too."""
+        if args.eval_every and 0 < steps < length:
+            note("evaluation")
+            set_timeouts(args.timeout)  # until after the next step
+            with model.evaluating():
+                loss, _ = _validate(results, f"after step {optimizer.steps}")
+            results.add_validation(epoch, optimizer.steps, loss)
 
     with (
         notice_sets_flag(),
@@ -187,6 +200,8 @@ def run(
         # An epoch's last checkpoint precedes its evaluation: a resumed run evaluates it again.
         for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
             length = min(per_epoch, total - epoch * per_epoch)  # the last one may be cut short
+            if optimizer.steps % every == 0:
+                validate_within(before.steps)
             steps = task.steps(
                 epoch, model.dp_rank, model.dp_size, model.num_microbatches, before.steps
             )
@@ -213,14 +228,20 @@ def run(
 
 
 def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score]:
-    """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
-    --on_nan skip."""
+    """The validation loss and the score."""
     world, task, model = results.world, results.task, results.model
     with model.evaluating(), notice_raises():
-        loss, accuracy = evaluate_loss(world, task, model)
-        if not math.isfinite(loss):
-            said = f"{when}: the validation loss is {loss}"
-            if results.args.on_nan == "stop":
-                raise RunError(f"{said}; {ADVICE}")
-            results.say(f"{said}; the run goes on")
+        loss, accuracy = _validate(results, when)
         return loss, task.score(world, model, loss, accuracy) if score else Score()
+
+
+def _validate(results: Results, when: str) -> tuple[float, float]:
+    """The validation loss and the accuracy, see `evaluate_loss`. RunError, on all ranks, if the
+    loss is not finite, unless --on_nan skip."""
+    loss, accuracy = evaluate_loss(results.world, results.task, results.model)
+    if not math.isfinite(loss):
+        said = f"{when}: the validation loss is {loss}"
+        if results.args.on_nan == "stop":
+            raise RunError(f"{said}; {ADVICE}")
+        results.say(f"{said}; the run goes on")
+    return loss, accuracy

@@ -142,6 +142,8 @@ class Training:
     """stop after this many steps, instead of --n_epochs"""
     max_batches: Whole = 0
     """at most this many steps per epoch; 0: no limit"""
+    eval_every: Count | None = None
+    """measure the validation loss every N steps, too, and not only after each epoch"""
     benchmark_only: bool = False
     """train and measure only: no validation, no generation"""
     num_microbatches: Count | None = None
@@ -171,6 +173,9 @@ class Data:
     """language to translate from"""
     tgt: str = "en"
     """language to translate to"""
+    tokenizer: str | None = None
+    """byte-level BPE: a folder (tokenizer.json; vocab.json and merges.txt) or a name on the hub, as
+    gpt2; default: one is trained"""
     model_max_length: Count = 128
     """longest sequence, in tokens; longer pairs are cut"""
     padding: Literal["longest", "max_length"] = "longest"
@@ -191,7 +196,7 @@ class Architecture:
     n_head: Count | None = None
     """attention heads; default: the preset's"""
     vocab_size: Count | None = None
-    """rows of the embedding; default: as many as the trained tokenizer needs, at most 4096, rounded
+    """rows of the embedding; default: what the tokenizer needs (trained: at most 4096), rounded
     up to a multiple of 64"""
     dropout: Fraction = 0.1
     """dropout probability"""
@@ -212,6 +217,8 @@ class Files:
     SIGTERM, SIGUSR1 or SIGUSR2, which end the run with status 75 (Ctrl-C saves nothing)"""
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
+    keep_best: bool = False
+    """keep that of the lowest validation loss, too; use --save_every and --eval_every alike"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

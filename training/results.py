@@ -11,6 +11,7 @@ evaluation, written at once, so that `tail -f` follows a run. TensorBoard and We
 the same numbers:
 
     {"epoch": 0, "step": 12, "loss": 3.1, "learning_rate": 0.001, "gradient_norm": 0.8, ...}
+    {"epoch": 0, "step": 50, "validation_loss": 1.7}                             of --eval_every
     {"epoch": 0, "step": 79, "training_loss": 1.9, "validation_loss": 1.4, "bleu": 22.9}
 
 `step` is the number of steps done in the whole run. Speeds are summed over all ranks;
@@ -158,6 +159,11 @@ class Results:
             skipped=math.isnan(optimizer.loss),
         )  # fmt: skip
 
+    def add_validation(self, epoch: int, steps: int, loss: float) -> None:
+        """Writes the validation loss after so many steps of the run, and prints a row."""
+        self._write_numbers(steps, epoch=epoch, validation_loss=loss)
+        self._say_row(f"{steps / self.task.steps_per_epoch:.3g}", "", _number(loss, 3))
+
     def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
         numbers = {"epoch": epoch, "step": steps, **numbers}
         if self.metrics is not None:
@@ -289,6 +295,16 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; those of steps have a `loss`, those of evaluations have none."""
     text = (workdir / METRICS).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
+    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
+    is a number, in their order. Lines of steps, a thousand times as many, are not parsed."""
+    path = workdir / METRICS
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = map(json.loads, (line for line in text.splitlines() if '"validation_loss"' in line))
+    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in lines]
+    return [entry for entry in found if entry[2] is not None]
 
 
 def holds_run(workdir: Path) -> bool:

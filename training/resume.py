@@ -32,11 +32,26 @@ from pathlib import Path
 from typing import Any
 
 from runtime.axes import AXES
-from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_state
+from training.checkpoint import (
+    Checkpoint,
+    Saver,
+    clean,
+    load_training,
+    names,
+    newest,
+    training_state,
+)
 from training.files import CHECKPOINTS, ENDED, OPTIONS
 from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
-from training.results import NOTHING_YET, Totals, holds_run, options_of, write_options
+from training.results import (
+    NOTHING_YET,
+    Totals,
+    holds_run,
+    options_of,
+    validation_losses,
+    write_options,
+)
 
 from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.signals import Ended
@@ -259,7 +274,17 @@ class Saving:
         shows finite weights."""
         self.saver.wait()
         if self.args.keep and not self.optimizer.in_a_row:
-            self.saver.prune(self.args.keep)
+            best = self._best() if self.args.keep_best and self.world.is_main else None
+            self.saver.prune(self.args.keep, best)
+
+    def _best(self) -> str | None:
+        """The label of the checkpoint with the lowest validation loss, if one has any."""
+        saved = {name.partition("-")[2] for name in names(self.saver.folder)}
+        losses = {
+            checkpoint_label(epoch, steps - epoch * self.task.steps_per_epoch): loss
+            for epoch, steps, loss in validation_losses(self.args.workdir)
+        }
+        return min((x for x in losses if x in saved), key=losses.__getitem__, default=None)
 
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already. Removes older checkpoints first."""
@@ -278,6 +303,11 @@ class Saving:
             "steps_per_epoch": self.task.steps_per_epoch,
             "cut": model.cut,
         }
-        label = f"epoch{epoch}-step{totals.steps}"
+        label = checkpoint_label(epoch, totals.steps)
         self.saver.save(label, training_state(model), state, self.task.files)
         self.saved = steps
+
+
+def checkpoint_label(epoch: int, steps: int) -> str:
+    """What a checkpoint is called, after its number: after so many steps of an epoch from 0."""
+    return f"epoch{epoch}-step{steps}"

@@ -19,8 +19,8 @@ import torch
 from training.checkpoint import METADATA, Checkpoint, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, writing
 
-from .launch.errors import UserError, say
-from .tasks.pretrained import check_pretrained, first_sentence
+from .launch.errors import UserError, first_sentence, say
+from .tasks.pretrained import check_pretrained
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py

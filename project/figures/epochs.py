@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
 from training.launch.errors import UserError
+from training.results import validation_losses
 
 from .style import LINES, picture, readable
 
@@ -19,7 +22,7 @@ PANELS = {  # results of an epoch
     "training_loss": LOSS, "validation_loss": "validation loss",
     "bleu": "BLEU", "accuracy": "accuracy", "perplexity": "perplexity",
 }  # fmt: skip
-Curves = Mapping[str, Mapping[int, float]]  # by run, the values by their number
+Curves = Mapping[str, Mapping[Any, float]]  # by run, the values by their number
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,6 +52,16 @@ def read_epochs(workdir: Path, *prefixes: str) -> list[dict[str, float]]:
     return results
 
 
+def within_epochs(workdir: Path) -> dict[float, float]:
+    """The validation loss that --eval_every has measured, by the epochs done, as 0.5."""
+    curve, begun = dict[float, float](), 0
+    for epoch, losses in groupby(validation_losses(workdir), itemgetter(0)):
+        *some, (_, end, _) = losses  # after the epoch
+        curve |= {epoch + (steps - begun) / (end - begun): loss for _, steps, loss in some}
+        begun = end
+    return curve
+
+
 def draw_curves(
     path: Path, panels: Mapping[str, Curves], title: str, foot: str, xlabel: str
 ) -> Path:
@@ -57,7 +70,7 @@ def draw_curves(
         for ax, (heading, curves) in zip(axes, panels.items(), strict=True):
             for k, (name, values) in enumerate(curves.items()):
                 line = "o-" if len(values) < 30 else "-"
-                x, y, colour = [*values], [*values.values()], LINES[k % len(LINES)]
+                (x, y), colour = zip(*sorted(values.items()), strict=True), LINES[k % len(LINES)]
                 ax.plot(x, y, line, label=name, c=colour, lw=1 + len(curves) - k)  # all are seen
             ax.set(title=heading, xlabel=xlabel, ylim=(0, 1.1 * ax.get_ylim()[1]))
             ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -74,9 +87,11 @@ def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
     panels = dict[str, Curves]()
     for key, heading in PANELS.items():
         curves = {
-            run: {int(epoch["epoch"]): epoch.get(key, math.nan) for epoch in epochs}
+            run: {epoch["epoch"]: epoch.get(key, math.nan) for epoch in epochs}
             for run, epochs in runs.items()
         }
+        if key == "validation_loss":
+            curves = {run: within_epochs(Path(run)) | curve for run, curve in curves.items()}
         values = [value for curve in curves.values() for value in curve.values()]
         # --benchmark_only validates nothing; only one of the scores is there.
         if heading == LOSS or any(map(math.isfinite, values)):

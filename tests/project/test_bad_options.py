@@ -103,6 +103,8 @@ train ddp --n_layer 2 => the default model, learns pictures; --model gpt2-mini h
 train ddp --src fr => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model vgg16 --n_test 9 => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
+train single --benchmark_only --eval_every 5 => nothing is validated; leave it out
+train single --keep 0 --keep_best => no checkpoint is saved; --keep 1 works
 # what would end late, or wrong
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
 dp --dataset empty.jsonl => it is empty, or its rows have no columns; --src and --tgt name
@@ -210,8 +212,8 @@ CHANGED = {
 # All other options decide what is computed.
 MAY_CHANGE = """
     async_save attention balance benchmark_only bucket_mb check_output check_weights chunks compile
-    cores_per_rank cp device dp ep gradient_sync keep model_parallel_mode n_epochs
-    num_batches num_devices num_microbatches on_nan pipeline pp print_steps profile
+    cores_per_rank cp device dp ep eval_every gradient_sync keep keep_best model_parallel_mode
+    n_epochs num_batches num_devices num_microbatches on_nan pipeline pp print_steps profile
     pytest recompute resume save_every schedule sequence_parallel shards step_timeout strategy
     tensorboard timeline timeout tp typed wandb workdir world_size zero
 """

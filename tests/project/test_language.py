@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.implementations import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 
 from project.generate import continuations, parse_generate
 from tests.project.conftest import Learn, Learned
-from tests.project.programs import parse, read_json, recomputed
+from tests.project.programs import TEXT, parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
 from training.tasks.language import LanguageTask
@@ -92,6 +94,42 @@ def test_a_tokenizer_learns_nothing_of_what_is_held_out(one: Learned, tmp_path: 
         tokenizer = LanguageTask(args, World(), texts).tokenizer
         assert len(tokenizer(" ab")["input_ids"]) == 1
         assert (len(tokenizer(" zq")["input_ids"]) == 1) is learned
+
+
+def test_a_given_tokenizer_is_used_as_it_is(
+    one: Learned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In GPT-2's form, or in that of `tokenizers`, with the same ids. Nothing is trained, text that
+    looks like an end is text, and what the tokenizer itself puts around texts stays away."""
+    monkeypatch.setattr(LanguageTask, "train_tokenizer", pytest.fail)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([TEXT], 300, special_tokens=[END], show_progress=False)
+    forms = tmp_path / "gpt2", tmp_path / "tokenizers"
+    for folder in forms:
+        folder.mkdir()
+    bpe.save_model(str(forms[0]))  # vocab.json and merges.txt
+    bpe._tokenizer.post_processor = TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
+    bpe.save(str(forms[1] / "tokenizer.json"))
+    of_gpt2, other = (
+        made(f"{one.line} --vocab_size 320 --tokenizer {folder} --workdir {folder}")
+        for folder in forms
+    )
+    n = bpe.get_vocab_size()
+    assert of_gpt2.config.vocab_size == other.config.vocab_size == 320
+    assert of_gpt2.about["train"]["hash"] == other.about["train"]["hash"]
+    first = bpe.encode("Line 0 of 0 is here.", add_special_tokens=False).ids
+    assert [*of_gpt2.examples["train"][0].ids[: len(first) + 1]] == [0, *first]
+    assert of_gpt2.tokenizer.eos_token_id == of_gpt2.tokenizer.pad_token_id == 0
+    with pytest.raises(
+        UserError, match=rf"--vocab_size {n - 1} --tokenizer .*: it has {n} tokens; --v.*320"
+    ):
+        made(f"{one.line} --vocab_size {n - 1} --tokenizer {forms[0]}")
+    for word in ("merges.txt", "vocab.json"):
+        (forms[0] / word).unlink()
+        with pytest.raises(
+            UserError, match=r"^--tokenizer .*gpt2: neither a folder nor a name on the"
+        ):
+            made(f"{one.line} --tokenizer {forms[0]}")
 
 
 def test_what_does_not_fit_plain_text(one: Learned) -> None:

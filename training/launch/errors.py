@@ -10,6 +10,7 @@ This module does not import torch: a mistyped option is answered at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -44,6 +45,12 @@ def listed(words: Iterable[str], last: str) -> str:
     """A list as in a sentence: a, b and c. `last` is the word before the last one."""
     *first, end = words
     return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def first_sentence(error: BaseException) -> str:
+    """The kind of an error of `transformers`, and what it says, without the advice that follows."""
+    first, *_ = re.split(r"\. |\n", str(error), maxsplit=1)
+    return f"{type(error).__name__}: {first[:160]}"
 
 
 class RunError(Exception):

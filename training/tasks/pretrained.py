@@ -8,9 +8,8 @@ name alone. Weights are converted to the run's type, at least float32.
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -58,24 +57,12 @@ def check_pretrained(name: str) -> int:
     return int(config.n_positions)
 
 
-def first_sentence(error: BaseException) -> str:
-    """The kind of an error of `transformers`, and what it says, without the advice that follows."""
-    first, *_ = re.split(r"\. |\n", str(error), maxsplit=1)
-    return f"{type(error).__name__}: {first[:160]}"
-
-
 class Pretrained:
     """What a task that begins with pretrained weights takes from `name`, which has passed
-    `check_pretrained`: tokenizer, configuration, initial values."""
+    `check_pretrained`: configuration, initial values."""
 
     def __init__(self, name: str, dropout: float, seed: int) -> None:
         self.name, self.dropout, self.seed, self.stored = name, dropout, seed, _stored(name)
-
-    def tokenizer(self) -> Any:
-        """Theirs, without this project's special tokens."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.name)
 
     def config(self, num_tokens: int) -> GPT2Config:
         """Theirs, with embedding rows for `num_tokens` and our dropout."""

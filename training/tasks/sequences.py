@@ -46,7 +46,15 @@ from .gpt2 import (
 )
 from .task import Step, TrainingTask, Translator, rectangles, steps_of_epoch, to_device
 from .texts import Texts, made_once, place, still_there
-from .tokens import Encoded, Tokens, collate_batch, load_tokenizer, tokenizer_files, write_tokens
+from .tokens import (
+    Encoded,
+    Tokens,
+    collate_batch,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
+    write_tokens,
+)
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -318,11 +326,11 @@ class SequenceTask(TrainingTask, ABC):
         return {split: f"{about['hash']} {n}" for split, about in self.about.items()}
 
     def _tokenizer(self) -> dict[str, bytes]:
-        """The files of a pretrained tokenizer, or of one that is trained, or was before."""
+        """The files of a given tokenizer, or of one that is trained, or was before."""
         args = self.args
-        if self.pretrained:
+        if self.pretrained or args.tokenizer:
             with tempfile.TemporaryDirectory() as name:
-                tokenizer = self.pretrained.tokenizer()
+                tokenizer = read_tokenizer(args.tokenizer or args.model)
                 tokenizer.add_special_tokens(self.special_tokens())
                 tokenizer.save_pretrained(name)
                 return tokenizer_files(Path(name))

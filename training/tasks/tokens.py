@@ -38,7 +38,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
 from .task import to_device
-from .text_files import pieces
+from .text_files import pieces, try_hub
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -109,6 +109,18 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES}
 
 
+def read_tokenizer(name: str) -> Any:
+    """A tokenizer in a folder, also in GPT-2's own form, or on the hub. Raises what its readers
+    raise."""
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    folder = Path(name)
+    if not folder.is_dir():
+        try_hub()
+    of_gpt2 = (folder / "merges.txt").exists() and not (folder / TOKENIZER_FILES[0]).exists()
+    return (GPT2TokenizerFast if of_gpt2 else AutoTokenizer).from_pretrained(name)
+
+
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
     """The tokenizer in these files, as `save_pretrained` writes them. It pads on the left, since
     generation appends on the right."""
@@ -152,7 +164,7 @@ def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
     parts = [[*pieces(text)] if text else [""] for text in texts]
-    encoded = backend.encode_batch_fast([*chain.from_iterable(parts)])
+    encoded = backend.encode_batch_fast([*chain.from_iterable(parts)], add_special_tokens=False)
     of_parts = np.fromiter(map(len, encoded), np.int64, len(encoded))
     firsts = np.cumsum([0, *map(len, parts)])[:-1]
     lengths = np.add.reduceat(of_parts, firsts) if parts else of_parts
