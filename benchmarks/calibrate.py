@@ -157,7 +157,6 @@ def calibrate() -> dict[str, Any]:
     """The figures of a machine file. Its progress is printed on the standard error."""
     cores = os.cpu_count() or 1
     ranks = min(max(2, cores), MAX_PROCESSES)
-    print(f"Measuring this computer, {ranks} processes: a minute", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures"
         spawn(_measure, (f"{folder}/store", str(result), ranks), nprocs=ranks)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 from docstring_parser import parse_from_object
 
 from project.strategies import ONLY, STRATEGIES, owners, page_of
-from training.launch.errors import listed, open_streams, refuse
+from training.launch.errors import listed, open_streams, refuse, say, torchrun
 from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import (
     Axes,
@@ -113,12 +113,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def begin(kind: type[O], description: str | None) -> O:
-    """The options that were typed. Answers --help, refuses a mistyped option, and lets signals end
-    the process at once, before torch is imported, which takes seconds."""
+    """The options that were typed. Answers --help, refuses a mistyped option, begins a log and lets
+    signals end the process, all at once, before torch is imported, which takes seconds."""
     set_handlers(ENDING_SIGNALS, end_process)
     if sys.flags.optimize > 1:
         refuse("python -OO removes docstrings, of which the help is made; python -O works\n")
-    return parse_options(kind, description)
+    typed = parse_options(kind, description)
+    if not sys.stderr.isatty() and torchrun("RANK", 0) == 0:
+        say(f"{Path(sys.argv[0]).name} begins; it imports torch, then it reads its data.\n")
+    return typed
 
 
 def parse_options(kind: type[O], description: str | None, argv: Words = None) -> O:

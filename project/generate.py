@@ -72,9 +72,9 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 
 import torch
-from tqdm import tqdm
 
 from project.utils import run_program
+from training.files import moving
 from training.launch.world import choose_device
 from training.tasks.text_files import text_lines
 from training.trained import export, load_trained, source_end
@@ -128,7 +128,7 @@ def continuations(
     torch.manual_seed(args.seed)
     texts = [""] * len(lines)
     batches = [rows[k : k + size] for rows in by_length.values() for k in range(0, len(rows), size)]
-    for batch in tqdm(batches, "Generating", leave=False, disable=None):
+    for batch in moving(batches, "Generating", len(batches), "batch"):
         ids = torch.tensor([prompts[i] for i in batch], device=model.device)  # [B, T]
         T = ids.size(1)
         outputs = model.generate(

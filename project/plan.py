@@ -51,7 +51,7 @@ from planning.describe import (
 from planning.order import WorkOf
 from planning.simulate import Simulator, Work, with_times
 from project.command_line import Parser, helps_of
-from training.launch.errors import counted, refuse
+from training.launch.errors import counted, refuse, say
 from training.options import count, flag
 
 BAR = 30  # characters of a whole bar
@@ -141,6 +141,7 @@ def machine_named(name: str, network: str | None = None, link: str | None = None
     """As `planning.describe.machine`; `this` measures this computer, whose GPUs are its cores."""
     if name != "this":
         return machine(name, network, link)
+    say("Measuring this computer: a minute\n")
     from benchmarks.calibrate import calibrate  # torch takes seconds to import
 
     return machine(name, network, link, calibrate())

@@ -141,7 +141,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     """Reads pictures or text, as the model needs, and makes the task of them. Raises UserError if
     there are none, or fewer pairs than ranks."""
     if args.model == VGG:
-        pictures = load_pictures(args.dataset, args.n_train, args.n_validation)
+        pictures = load_pictures(args.dataset, args.n_train, args.n_validation, shown=world.is_main)
         return PictureTask(args, world, pictures)
     texts = load_texts(args, world)
     kinds: tuple[type[SequenceTask], ...] = (TranslationTask, LanguageTask)

@@ -1,8 +1,12 @@
 """The names of a run's files, and how they are written: whole or not at all. What a run prints, and
-a line that moves on a terminal: how far it is, its loss, and the time left.
+how far it is: its loss, and the time left.
 
-That line goes to standard error, and only where that is a terminal: nothing of it is in a file or a
-pipe. `training.launch.errors.say` erases what an interrupted run has left of it.
+How far it is goes to standard error. On a terminal it is a line that moves, of which
+`training.launch.errors.say` erases what an interrupted run has left. In a pipe or a log whatever
+lasts writes a line now and then:
+
+    Tokenizing train: pair 1048576, 00:20
+    Epoch 1: step 12 of 79, loss 3.214, 2,345 positions/s, 01:34 left
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .launch.errors import RunError
+from .launch.errors import RunError, say
 
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 ENDED = "ended_on_notice"  # there if the last run was asked to end: a scheduler may start it again
 CHECKPOINTS, TENSORBOARD, TOKENS = "checkpoints", "tensorboard", "tokens"  # their folders
+EVERY = 10.0  # seconds from a line in a log to the next one
 WIDTH, HEIGHT = 80, 24  # of a terminal that does not know its own, as that of some containers
 
 # Lines of one process need only a lock among threads. tqdm's default is a named semaphore among
@@ -84,6 +89,18 @@ def json_text(content: Any, indent: int | None) -> str:
     return json.dumps(finite, indent=indent, ensure_ascii=False) + "\n"
 
 
+class _Log:
+    """Standard error as a file to which a line that moves is written: a line for each state."""
+
+    def write(self, text: str) -> None:
+        """Without what moves: the blanks and returns that erase a state before the next one."""
+        if state := text.strip():
+            say(f"{state}\n")
+
+    def flush(self) -> None:
+        """As files have it; `say` does it."""
+
+
 def moving(
     items: Iterable[Any] | None,
     what: str,
@@ -92,18 +109,28 @@ def moving(
     *,
     shown: bool = True,
     done: int = 0,
+    size: int = 0,
 ) -> tqdm[Any]:
-    """The items, with a line such as `Epoch 1 |███   | step 12 of 79, loss 3.214, 00:34 left`.
+    """The items, with a line such as `Epoch 1 |███   | step 12 of 79, loss 3.214, 00:34 left`; in a
+    log with some, see above.
 
     Args:
         items: what is iterated over; None: the caller calls `update(n)`.
         shown: on one rank alone; the others only iterate.
         done: of `total`, before the first item.
+        size: units in an item, if it has several.
     """
-    known = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    terminal = sys.stderr.isatty()
+    known = terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    where: dict[str, Any] = {
+        "ncols": None if known else WIDTH, "nrows": None if known else HEIGHT,
+        "dynamic_ncols": known,
+    }  # fmt: skip
+    if not terminal:
+        where = {"file": _Log(), "mininterval": EVERY, "delay": EVERY}
+    numbers = "{n_fmt} of {total_fmt}{postfix}, {remaining} left" if total else "{n_fmt}, {elapsed}"
+    bar = "{desc} |{bar}| {unit} " if terminal else "{desc}: {unit} "
     return tqdm(
-        items, what, total, initial=done, unit=unit, leave=False,
-        disable=None if shown else True,  # None: unless it is a terminal
-        ncols=None if known else WIDTH, nrows=None if known else HEIGHT, dynamic_ncols=known,
-        bar_format="{desc} |{bar}| {unit} {n_fmt} of {total_fmt}{postfix}, {remaining} left",
+        items, what, total, initial=done, unit=unit, unit_scale=size, leave=False,
+        disable=not shown, bar_format=bar + numbers, **where,
     )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from project.figures.epochs import read_epochs
 from project.utils import run_program
 from tests.project.programs import names_in, read_json
-from training.files import show, write_json
+from training.files import moving, show, write_json
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
@@ -225,3 +225,22 @@ def test_output_that_nobody_reads_any_more(
                 os.dup2(devnull.fileno(), writer)  # for what its buffer still holds
         assert end.value.code == 1
         assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_in_a_log_what_lasts_writes_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole ones, of which none is erased. On one rank, and not of what takes a moment."""
+    assert [*moving("ab", "Short", 2, "step")] == ["a", "b"]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("training.files.EVERY", 0.0)
+    assert [*moving("ab", "Other rank", 2, "step", shown=False)] == ["a", "b"]
+    with moving(None, "Epoch 1", 3, "step", done=1) as line:
+        line.set_postfix_str("loss 3.2", refresh=False)
+        line.update(2)
+    assert [*moving("ab", "Tokenizing train", None, "pair", size=1024)] == ["a", "b"]
+    said = capsys.readouterr().err
+    assert re.sub(r"\d\d:\d\d|\?", "TIME", said).split("\n") == [
+        "Epoch 1: step 1 of 3, TIME left", "Epoch 1: step 3 of 3, loss 3.2, TIME left",
+        *(f"Tokenizing train: pair {n}, TIME" for n in (0, 1024, 2048)), "",
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ away.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.files import moving
 from training.launch.errors import UserError, listed
 
 from .text_files import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
@@ -71,12 +72,15 @@ def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return images.to(dtype) / 63.75 - 2
 
 
-def load_pictures(dataset: str, n_train: int | None, n_test: int | None) -> PictureSets:
+def load_pictures(
+    dataset: str, n_train: int | None, n_test: int | None, shown: bool = True
+) -> PictureSets:
     """The pictures of a run.
 
     Args:
         dataset: see the table above.
         n_train, n_test: the maximum; None takes all there are.
+        shown: whether this rank says how far it is.
 
     Raises:
         UserError: there is no usable data; the text says why, and what works.
@@ -87,7 +91,7 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None) -> Pict
         train, test = (_as_pictures(*draw(n, [BUILTIN_SEED, part])) for part, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
-        return _read(dataset, n_train, n_test)
+        return _read(dataset, n_train, n_test, shown)
 
 
 def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
@@ -114,7 +118,7 @@ def _as_pictures(images: Any, labels: Any) -> Pictures:
     return Pictures(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
+def _read(name: str, n_train: int | None, n_test: int | None, shown: bool) -> PictureSets:
     """A folder, or a dataset of the hub. No more pictures are decoded than asked for."""
     splits = load_splits(name)
     features = next(iter(splits.values())).features
@@ -127,9 +131,14 @@ def _read(name: str, n_train: int | None, n_test: int | None) -> PictureSets:
             f"{listed(features, 'and')}; train and test are needed, with an image (img) and a "
             f"label with named classes, as in cifar10{NO_NETWORK}"
         )
+
+    def read(split: str, most: int | None) -> Iterable[Any]:
+        pictures = islice(splits[split][image], most)
+        return moving(pictures, f"Reading {split}", None, "picture", shown=shown)
+
     train, test = (
         _as_pictures(
-            np.stack([_to_bytes(picture) for picture in islice(splits[split][image], n)]),
+            np.stack([_to_bytes(picture) for picture in read(split, n)]),
             np.array(splits[split][label][:n], np.int64),
         )
         for split, n in (("train", n_train), ("test", n_test))

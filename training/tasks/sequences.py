@@ -47,6 +47,7 @@ from .gpt2 import (
 from .task import Step, TrainingTask, Translator, rectangles, steps_of_epoch, to_device
 from .texts import Texts, made_once, place, still_there
 from .tokens import (
+    TEXTS_AT_ONCE,
     Encoded,
     Tokens,
     collate_batch,
@@ -134,7 +135,8 @@ class SequenceTask(TrainingTask, ABC):
             about = {}
             for split in texts.splits:
                 what, encoded = f"Tokenizing {split}", self.encoded(split)
-                line = moving(encoded, what, None, "", shown=world.is_main)
+                unit = "piece" if texts.plain else "pair"
+                line = moving(encoded, what, None, unit, shown=world.is_main, size=TEXTS_AT_ONCE)
                 digest = write_tokens(new / split, line, dtype)
                 about[split] = {"hash": digest, "skipped": texts.skipped, "last": [*texts.last]}
             (new / ABOUT).write_text(json_text(about, None), "utf-8")

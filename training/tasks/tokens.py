@@ -37,6 +37,8 @@ import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
+from training.files import moving
+
 from .task import to_device
 from .text_files import pieces, try_hub
 
@@ -94,8 +96,9 @@ def train_bpe(
 
     bpe = ByteLevelBPETokenizer()
     parts = (part for text in texts for part in pieces(text))
+    read = moving(parts, "Learning tokens", None, "text")
     bpe.train_from_iterator(
-        parts, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
+        read, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, clean_up_tokenization_spaces=False

@@ -77,8 +77,8 @@ SLOW = [
 
 
 def be_slow(rank: int, patches: pytest.MonkeyPatch, folder: Path, background: str) -> None:
-    """This rank waits in each place, once, until the others wait for it, and writes down what a
-    failure there would say."""
+    """This rank waits in each place, once, until the others wait for it and it is blamed, and
+    writes down what a failure there would say."""
     actions = in_file(folder / "actions", 3)
     patches.setattr("tests.project.programs.World", partial(World, last=actions[rank]))
 
@@ -95,9 +95,9 @@ def be_slow(rank: int, patches: pytest.MonkeyPatch, folder: Path, background: st
         def call(*args: Any, **options: Any) -> Any:
             if not done and loop_runs:
                 done.append(name)
-                until(blamed, SECONDS)
+                assert until(blamed, SECONDS), f"{name}: {table(actions)}"
                 with (folder / "said").open("a") as file:
-                    file.write(f"{name}: {words or table(actions)}\n")
+                    file.write(f"{name}: {words}")
             return original(*args, **options)
 
         patches.setattr(owner, name, call)
@@ -127,14 +127,12 @@ def test_whoever_is_slow_is_named_and_nobody_who_waits(
     tamper = partial(be_slow, folder=tmp_path, background=background)
     assert run(line, three_ranks, tamper)[1] is None
     said = (tmp_path / "said").read_text()
-    found = dict(line.split(": ", 1) for line in said.splitlines() if ": " in line)
+    found = dict(line.split(": ", 1) for line in said.splitlines())
     if not background:
         named = found.pop("_complete")
         assert named.endswith("wait in wait for all ranks of step 2; look at rank 0"), said
     assert {*found} == {name for _, name in SLOW}
-    for name, words in found.items():
-        assert words.startswith("2 of 3 ranks wait in "), (name, said)
-        assert words.endswith("look at rank 1"), (name, said)
+    assert all(words.startswith("2 of 3 ranks wait in ") for words in found.values()), said
 
 
 HANG = """
