@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from pipeline.schedules.catalogue import find, microbatches_of
+from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
@@ -136,7 +136,7 @@ class PricedStep:
         """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
         at, pp = self.layout, self.layout.pp
         name, chunks = (at.schedule, at.chunks) if pp > 1 else (Layout.schedule, None)
-        return _prepared(name, pp, microbatches_of(name) or num_microbatches, chunks)
+        return _prepared(name, pp, num_microbatches, chunks)
 
     def _stage(self, blocks: int, first: bool, last: bool, halves: bool) -> PricedStage:
         layout, model = self.layout, self.model
@@ -259,7 +259,7 @@ class PricedStep:
         more in the second, tell what n in its middle add, if anything."""
         n, m = self.layout.pp, self.layout.num_microbatches
         times = 5 + 8 // n  # a V falls into step late, and so do a few ranks
-        if m < (times + 2) * n or microbatches_of(self.layout.schedule):  # a text has one number
+        if m < (times + 2) * n or self.layout.schedule not in SCHEDULES:
             return of(self.simulator(m))
         few, more = (of(self.simulator(k * n + m % n)) for k in (times, times + 1))
         left = m // n - times - 1

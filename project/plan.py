@@ -28,9 +28,8 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import project  # noqa: F401  (first: it says what to type if the environment is not active)
 
 # isort: split
-from pipeline.schedules.catalogue import SCHEDULES, find, sizes_of, text_of
+from pipeline.schedules.catalogue import SCHEDULES, find, sizes_of
 from pipeline.schedules.printed import peak_alive
-from pipeline.schedules.schedule import FORWARD, Action
 from pipeline.schedules.written import write_schedule
 from planning import order, search
 from planning.cost import PricedStep
@@ -48,8 +47,8 @@ from planning.describe import (
     machines,
     model_of,
 )
-from planning.order import WorkOf
-from planning.simulate import Simulator, Work, with_times
+from planning.order import RankTimes
+from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
 from training.launch.errors import counted, refuse, say
 from training.options import count, flag
@@ -130,8 +129,8 @@ def add_sizes_and_times(parser: argparse.ArgumentParser) -> None:
     """The options of a pipeline's size, and of the seconds of its actions."""
     option = parser.add_argument
     option("--num_devices", "--stages", type=count, metavar="K",
-           help="ranks; each has one stage, two where they stand in a V")  # fmt: skip
-    option("--num_microbatches", type=count, metavar="M", help="per step")
+           help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
+    option("--num_microbatches", type=count, metavar="M", help="per step; default: 8")
     for name, (default, meaning) in SECONDS.items():
         text = f"{meaning}; default: {default:g}"
         option(f"--{name}", type=numbers, default=[default], help=text)
@@ -219,63 +218,42 @@ def numbers(text: str) -> list[float]:
     return values
 
 
-def sizes_given(args: argparse.Namespace, schedule: str = "") -> tuple[int, int]:
-    """The numbers of ranks and micro-batches: as given, or as a file has them."""
-    own = sizes_of(schedule, (0, 0))
-    n, m = args.num_devices or own[0], args.num_microbatches or own[1]
-    if not (n and m):
-        raise ValueError("--stages and --num_microbatches are needed, such as 4 and 8")
-    return n, m
-
-
-def work_given(args: argparse.Namespace, n: int) -> WorkOf:
-    """What the actions take, by the rank of each stage. A rank's stages share its seconds."""
+def times_given(args: argparse.Namespace, n: int) -> RankTimes:
+    """The seconds of the options, for n ranks."""
+    times = []
     for name in SECONDS:
-        if len(getattr(args, name)) not in (1, n):
+        seconds = getattr(args, name)
+        if len(seconds) not in (1, n):
             raise ValueError(f"--{name}: one number, or {n}, one for each of the ranks")
-    *passes, transfers = (
-        getattr(args, name) * (n if len(getattr(args, name)) == 1 else 1) for name in SECONDS
-    )
-    if not any(map(any, passes)):
+        times.append(seconds * (n if len(seconds) == 1 else 1))
+    if not any(map(any, times[:3])):
         raise ValueError("--forward 0 --backward_input 0 --backward_weight 0: one must be above 0")
-    return shared_by_stages(passes, transfers)
+    return RankTimes(*times)
 
 
-def shared_by_stages(passes: Sequence[Sequence[float]], transfers: Sequence[float]) -> WorkOf:
-    """Of F, I and W the seconds of each rank, of messages by the rank that sends."""
-
-    def work(ranks: Sequence[int]) -> Work:
-        part = len(passes[0]) / len(ranks)
-        times = with_times(*([seconds[r] * part for r in ranks] for seconds in passes))
-        return Work(times, lambda action: transfers[ranks[action.stage]])
-
-    return work
-
-
-def work_measured(folder: Path, n: int) -> WorkOf:
+def times_measured(folder: Path, n: int) -> RankTimes:
     """The medians of a run of n ranks, as its report has them."""
     from project.figures.compared import compare_step  # matplotlib takes a second to import
     from project.figures.runs import Run
 
-    step = compare_step(Run(folder))
-    if len({*step.ranks}) != n:
-        raise ValueError(f"--times {folder}: it has {len({*step.ranks})} stages' ranks, not {n}")
-    passes = step.seconds_of_ranks()
-    return shared_by_stages(passes, [step.work.transfer(Action(FORWARD, 0, 0))] * n)
+    times = compare_step(Run(folder)).rank_times()
+    if len(times.forward) != n:
+        raise ValueError(f"--times {folder}: its pipeline has {len(times.forward)} ranks, not {n}")
+    return times
 
 
 def run_schedule(args: argparse.Namespace) -> None:
     """Searches a better order than those that have names."""
-    n, m = sizes_given(args)
-    work = work_measured(args.times, n) if args.times else work_given(args, n)
+    n, m = args.num_devices or 4, args.num_microbatches or 8
+    times = times_measured(args.times, n) if args.times else times_given(args, n)
     memory = args.memory or min(n, m)
-    found = order.search_order(n, m, work, memory)
+    found = order.search_order(n, m, times, memory)
+    less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
     print(f"{counted(n, 'rank')}, {m} micro-batches, at most {memory:g} held\n\n"
-          f"{found.name:12} {found.of_name:10.6g}   the best that has a name\n"
-          f"{'found':12} {found.seconds:10.6g}   {1 - found.seconds / found.of_name:.1%} less\n"
-          f"{'bound':12} {found.bound:10.6g}   no order of one or two stages per rank takes less; "
-          f"{found.seconds / found.bound - 1:.1%} below what was found")  # fmt: skip
-    if found.seconds > found.of_name * (1 - 1e-6):
+          f"{found.name:12} {found.seconds_of_name:10.6g}   the best named schedule\n"
+          f"{'found':12} {found.seconds:10.6g}   {less:.1%} less; {over:.1%} above the bound\n"
+          f"{'bound':12} {found.bound:10.6g}   no order with these stages takes less")  # fmt: skip
+    if less < 1e-6:
         print(f"\nNo better order was found: take --schedule {found.name}")
         return
     output = args.output or Path("workdir") / f"schedule_{n}x{m}.txt"
@@ -287,12 +265,10 @@ def run_schedule(args: argparse.Namespace) -> None:
 
 def run_simulate(args: argparse.Namespace) -> None:
     """Times a schedule. A rank's stages share its seconds."""
-    build = find(args.schedule, args.chunks)
-    n, m = sizes_given(args, args.schedule)
-    text_of(args.schedule, n, m, args.chunks)  # refuses other numbers than a file's
-    simulator = Simulator(build(n, m))
+    n, m = sizes_of(args.schedule, args.num_devices, args.num_microbatches)
+    simulator = Simulator(find(args.schedule, args.chunks)(n, m))
     chunks = len(simulator.ranks) // n
-    step = simulator.run(work_given(args, n)(simulator.ranks))
+    step = simulator.run(times_given(args, n).work(simulator.ranks))
     peaks = peak_alive(simulator.schedule, lambda _: 1 / chunks)
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"step                {step.seconds:10.6g}\n"

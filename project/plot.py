@@ -26,7 +26,7 @@ from statistics import fmean
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedules.catalogue import SCHEDULES, sizes_of
+from pipeline.schedules.catalogue import SCHEDULES
 from pipeline.schedules.written import label_of
 from project.command_line import Parser
 from runtime.axes import AXES
@@ -263,13 +263,9 @@ def draw_figure(args: argparse.Namespace) -> Path:
         return output if output.suffix in FORMATS else output / f"{stem}.png"
 
     if name == "schedule":
-        try:
-            own = sizes_of(args.schedule)
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from None
-        n, m = args.num_devices or own[0], args.num_microbatches or own[1]
+        sizes = args.num_devices, args.num_microbatches, args.chunks
         stem = f"schedule_{Path(args.schedule.partition(':')[0]).stem}"
-        return plot_schedule(args.schedule, n, m, args.chunks, path(WORKDIR, stem))
+        return plot_schedule(args.schedule, *sizes, path(WORKDIR, stem))
     runs = [run_of(word, args.workdir) for word in ",".join(args.runs).split(",")]
     first = runs[0].folder
     if name == "training":

@@ -42,8 +42,7 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from pipeline.schedules.catalogue import is_own
-from pipeline.schedules.schedule import FORWARD, Action
+from pipeline.schedules.catalogue import SCHEDULES
 from planning import describe
 from planning.cost import GIB, PricedStep
 from project.command_line import Parser
@@ -168,22 +167,22 @@ class Reported(Run):
             return None
         n, work = 1 + max(step.ranks), step.work
         stages = [[s for s, rank in enumerate(step.ranks) if rank == r] for r in range(n)]
-        passes = step.seconds_of_ranks()
+        of_ranks = step.rank_times()
         times = {
             kind: [1e3 * seconds for seconds in each]
-            for kind, each in zip("FIW", passes, strict=True)
+            for kind, each in zip("FIW", of_ranks, strict=False)
         }
         times["R"] = [1e3 * sum(map(work.recompute, own)) for own in stages]
         taken = 1e3 * duration(actions_of(step.events))
         schedule, chunks = self.summary["schedule"], len(step.ranks) // n
-        own = schedule if is_own(schedule) else ""
+        own = "" if schedule in SCHEDULES else schedule
         if own:  # begins with its lists, in the place of those of a schedule with such stages
             loops = [s % n for s in range(len(step.ranks))]
             schedule = "1f1b" if chunks == 1 else "interleaved" if step.ranks == loops else "zbv"
         return {
             "name": self.name, "schedule": schedule, "lists": own, "ranks": n,
             "m": micro_batches(step.events), "chunks": max(2, chunks), "message": 1,
-            "times": times, "messages": 1e3 * work.transfer(Action(FORWARD, 0, 0)),
+            "times": times, "messages": 1e3 * of_ranks.transfer[0],
             "text": f"Step {step.step + 1} of this run took {taken:.1f} ms from the first action "
             f"to the last, and ranks were idle {step.bubble:.1%} of it.",
         }  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.schedules.catalogue import chunks_of, is_own, microbatches_of, text_of
+from pipeline.schedules.catalogue import SCHEDULES, chunks_of, load, refuse_other_sizes
+from pipeline.schedules.written import count_microbatches, label_of, write_schedule
 from training.launch.errors import UserError, counted, works
 from training.layouts.measure import split_by
 from training.options import Options
@@ -14,16 +15,18 @@ from .rules import Rule
 
 
 def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) -> dict[str, Any]:
-    """The schedule, the stages per rank and, of a schedule of one's own, its micro-batches. Such a
-    schedule is kept as its text. Raises UserError if it is not of these numbers."""
-    if not is_own(schedule):
+    """The schedule and the stages per rank; of a schedule of one's own its text, which the run
+    keeps, and its micro-batches. Raises UserError if it has other numbers than those given."""
+    if schedule in SCHEDULES:
         return {"schedule": schedule, "chunks": chunks or chunks_of(schedule)}
     try:
-        text = text_of(schedule, n, m, chunks)
+        lists = load(schedule, n, m or 4)
+        refuse_other_sizes(lists, label_of(schedule), n, m, chunks)
     except (ValueError, OSError) as error:
-        raise UserError(str(error)) from None
-    numbers = {"chunks": chunks_of(text), "num_microbatches": microbatches_of(text)}
-    return {"schedule": text, **numbers}
+        raise UserError(f"--{error}") from None
+    text = write_schedule(lists, label_of(schedule))
+    own = {"chunks": chunks_of(text), "num_microbatches": count_microbatches(lists)}
+    return {"schedule": text, **own}
 
 
 def of_stages(

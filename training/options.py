@@ -26,7 +26,7 @@ PIPELINE_MICROBATCHES = 4  # per step of a pipeline, by default
 def number_type(
     read: Callable[[str], Any], fits: Callable[[Any], bool], rule: str
 ) -> Callable[[str], Any]:
-    """Returns what makes a word a number that fits; argparse reports the error."""
+    """Returns what makes a word a value that fits; argparse reports the error."""
 
     def checked(word: str) -> Any:
         with suppress(ValueError):
@@ -77,18 +77,10 @@ Seconds = Annotated[
 ]
 # run_pipeline.py has one more, for a device at a time.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
-
-
-def schedule_word(word: str) -> str:
-    """A name, a file, or a function in a file, which is read when the ranks are known."""
-    if word in SCHEDULE_NAMES or "." in word or "/" in word:
-        return word
-    raise ArgumentTypeError(
-        f"{word}: none of {', '.join(SCHEDULE_NAMES)}, nor a file, such as my_schedule.txt"
-    )
-
-
-ScheduleName = Annotated[str, schedule_word]
+ScheduleName = Annotated[  # a file, or a function in it, is read when the ranks are known
+    str, number_type(str, lambda word: word in SCHEDULE_NAMES or "." in word,
+                    f"one of {', '.join(SCHEDULE_NAMES)}, or a file, as my_schedule.txt"),
+]  # fmt: skip
 
 
 def betas(word: str) -> str:

@@ -34,7 +34,7 @@ from .schedule import (
     validate,
     zero_bubble,
 )
-from .written import label_of, read_schedule, write_schedule
+from .written import count_microbatches, label_of, read_schedule, write_schedule
 
 AnySchedule = str | BuildSchedule | Schedule
 
@@ -53,52 +53,55 @@ V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
 ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
 
 
-def is_own(schedule: str) -> bool:
-    """Whether it is no name: a text, a file, or a function in a file."""
-    return "\n" in schedule or Path(schedule.partition(":")[0]).suffix != ""
+def load(schedule: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedule:
+    """The lists of a text, of a file, or of a function in a file, which gets the numbers.
 
-
-def text_of(word: str, num_ranks: int, num_microbatches: int | None, chunks: int | None) -> str:
-    """A name as it is; of a file, or of a function in a file, the text of its lists.
-
-    Raises ValueError, with the reason, if it has none for these numbers. A file says itself how
-    many micro-batches there are, unless they are given.
+    Raises ValueError, with line and column, if they are no schedule; OSError.
     """
-    if not is_own(word):
-        return word
-    if "\n" not in word:
-        path, _, function = word.partition(":")
-        if not Path(path).is_file():
-            raise ValueError(f"--schedule {word}: there is no file {path}")
-        if not function:
-            lists, _ = read_schedule(Path(path).read_text("utf-8"), path)
-        elif function not in (found := runpy.run_path(path)):
-            raise ValueError(f"--schedule {word}: {path} has no function {function}")
-        else:
-            lists = found[function](num_ranks, num_microbatches or 4)
-        word = write_schedule(lists, word)
-    lists, m = read_schedule(word, label_of(word))
-    own, given = (len(lists), m), (num_ranks, num_microbatches or m)
-    if own != given or chunks not in (None, chunks_of(word)):
+    path, _, function = schedule.partition(":")
+    if "\n" in schedule:
+        return read_schedule(schedule, label_of(schedule))
+    if not Path(path).is_file():
         raise ValueError(
-            f"--schedule {label_of(word)}: it is of {own[0]} ranks with {chunks_of(word)} stages "
-            f"each and {m} micro-batches, and the run has {given[0]} ranks with "
-            f"{chunks or chunks_of(word)} and {given[1]}; take the numbers of the schedule"
+            f"schedule={schedule!r}: there is no such file; the names are {', '.join(SCHEDULES)}"
         )
-    return word
+    if not function:
+        return read_schedule(Path(path).read_text("utf-8"), path)
+    functions = runpy.run_path(path)
+    if function not in functions:
+        raise ValueError(f"schedule={schedule!r}: {path} has no function {function}")
+    lists = functions[function](num_ranks, num_microbatches)
+    return read_schedule(write_schedule(lists, schedule), schedule)
 
 
-def sizes_of(schedule: str, usual: tuple[int, int] = (4, 8)) -> tuple[int, int]:
-    """The numbers of ranks and micro-batches of a file; of what has no own ones the usual."""
-    if not is_own(schedule) or ":" in schedule:
-        return usual
-    lists, m = read_schedule(Path(schedule).read_text("utf-8"), schedule)
-    return len(lists), m
+def refuse_other_sizes(
+    lists: Schedule, label: str, n: int, m: int | None = None, chunks: int | None = None
+) -> None:
+    """Raises ValueError if a schedule has other numbers of ranks, of micro-batches or of stages
+    per rank; None: it may have any."""
+    own = len(lists), len(stage_ranks(lists)) // len(lists), count_microbatches(lists)
+    asked = n, chunks or own[1], m or own[2]
+    if own != asked:
+        raise ValueError(
+            f"schedule {label} has %s ranks, %s stages on each and %s micro-batches; asked for are "
+            "%s, %s and %s: take the numbers of the schedule" % (*own, *asked)
+        )
 
 
-def microbatches_of(schedule: str) -> int | None:
-    """How many a text has; of a name any."""
-    return read_schedule(schedule, label_of(schedule))[1] if "\n" in schedule else None
+def _loaded(schedule: str, chunks: int | None, n: int, m: int) -> Schedule:
+    """Without the micro-batches that a smaller batch lacks, such as the last of an epoch."""
+    lists = load(schedule, n, m)
+    refuse_other_sizes(lists, label_of(schedule), n, max(m, count_microbatches(lists)), chunks)
+    return [[a for a in actions if a.microbatch < m] for actions in lists]
+
+
+def sizes_of(schedule: str, n: int | None, m: int | None) -> tuple[int, int]:
+    """The numbers of ranks and micro-batches: as they are given, or those of a schedule of one's
+    own, or 4 and 8."""
+    if schedule not in SCHEDULES:
+        lists = load(schedule, n or 4, m or 8)
+        return n or len(lists), m or count_microbatches(lists)
+    return n or 4, m or 8
 
 
 def chunks_of(schedule: str, chunks: int | None = None) -> int:
@@ -106,57 +109,39 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
 
     Raises ValueError, with a value that works, if its number differs, or if the name is unknown.
     """
-    if is_own(schedule):
-        if "\n" not in schedule:
-            return chunks or 1
-        lists, _ = read_schedule(schedule, label_of(schedule))
-        return len(stage_ranks(lists)) // len(lists)
-    if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ValueError(
-            f"schedule={schedule!r}: choose one of {known}, e.g. '1f1b', or a file of your own"
-        )
     if schedule == "interleaved":
         return chunks or 2
-    own = 1 if schedule in ONE_EACH else 2
+    if schedule in SCHEDULES:
+        own = 2 if schedule in V_SHAPED else 1
+    else:
+        lists = load(schedule)
+        own = len(stage_ranks(lists)) // len(lists)
     if chunks not in (None, own):
         raise ValueError(
-            f"schedule {schedule} with {chunks} chunks: a rank has {own} stage{'s' * (own > 1)} "
-            "there; schedule interleaved takes any number of chunks"
+            f"schedule {label_of(schedule)} with {chunks} chunks: a rank has {own} "
+            f"stage{'s' * (own > 1)} there; schedule interleaved takes any number of chunks"
         )
     return own
 
 
-def find(schedule: AnySchedule, chunks: int | None = None) -> BuildSchedule:
+def find(schedule: str | BuildSchedule, chunks: int | None = None) -> BuildSchedule:
     """The function of a schedule, of the numbers of ranks and micro-batches.
 
-    It, or this, raises ValueError like `text_of` and `chunks_of`.
+    It, or this, raises ValueError like `load` and `chunks_of`.
     """
     if callable(schedule):
         return schedule
-    if isinstance(schedule, list):
-        schedule = write_schedule(schedule, "lists")
-    if is_own(schedule):
-        return partial(_lists_of, schedule)
+    if schedule not in SCHEDULES:
+        return partial(_loaded, schedule, chunks)
     chunks = chunks_of(schedule, chunks)
     if schedule == "interleaved":
         return partial(interleaved_1f1b, chunks=chunks)
     return SCHEDULES[schedule]
 
 
-def _lists_of(schedule: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Without the micro-batches that a smaller batch lacks, such as the last of an epoch."""
-    m = num_microbatches if ":" in schedule and "\n" not in schedule else None
-    text = text_of(schedule, num_ranks, m, None)
-    lists, most = read_schedule(text, label_of(text))
-    if num_microbatches > most:
-        text_of(text, num_ranks, num_microbatches, None)  # refuses
-    return [[a for a in actions if a.microbatch < num_microbatches] for actions in lists]
-
-
 def ranks_of_stages(schedule: str, num_ranks: int, chunks: int | None = None) -> list[int]:
     """The rank of each stage. Raises ValueError like `find`."""
-    return stage_ranks(find(schedule, chunks)(num_ranks, microbatches_of(schedule) or 1))
+    return stage_ranks(find(schedule, chunks)(num_ranks, 1))
 
 
 def validated(

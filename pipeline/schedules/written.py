@@ -2,15 +2,15 @@
 found (`plan.py schedule`).
 
     # Two ranks, two chunks each, in a V.
-    stages on ranks 0 1 1 0
+    stages on ranks: 0 1 1 0
     rank 0: F0a F0b I0b W0b I0a W0a
     rank 1: F0a F0b I0b I0a W0b W0a
 
-A line for each rank, with its actions as they are printed: F forward, B backward, or its halves I
-and W; the micro-batch; and of a rank with several stages a letter, a for its first. `stages on
-ranks` says which rank has stage 0, 1, ...; without it the stages go round: 0 1 0 1. What begins a
-line, `rank 0:` or `stage 0:`, may be left out, and a dot, an idle clock, is passed over, so a
-printed table can be read as well. # begins a comment; that of a first line is the schedule's name.
+A line for each rank lists its actions as they are printed: F forward, B backward, or its halves I
+and W; then the micro-batch; then a letter for the stage, if a rank has several: a for its first.
+`stages on ranks` says which rank has stage 0, 1, ...; without it the stages go round: 0 1 0 1. The
+label before the colon may be left out. A dot is an idle clock and is passed over, so that a printed
+table can be read, too. # begins a comment.
 
 The numbers of ranks, stages and micro-batches follow from the file.
 """
@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from string import ascii_lowercase as letters
 
 from .printed import name_of
 from .schedule import Action, Kind, Schedule, ScheduleError, stage_ranks, validate
 
 _ACTION = re.compile(r"([FBIW])(\d+)([a-z]?)")
-_LABEL = re.compile(r"\s*(?:rank|stage)\s+(\d+)\s*:")
-_RANKS = re.compile(r"\s*stages on ranks((?:\s+\d+)+)\s*")
 
 
 def write_schedule(schedule: Schedule, name: str) -> str:
@@ -33,75 +32,69 @@ def write_schedule(schedule: Schedule, name: str) -> str:
     ranks = stage_ranks(schedule)
     lines = [f"# {name}"]
     if len(ranks) > len(schedule):
-        lines.append(f"stages on ranks {' '.join(map(str, ranks))}")
+        lines.append(f"stages on ranks: {' '.join(map(str, ranks))}")
     for r, actions in enumerate(schedule):
         lines.append(f"rank {r}: {' '.join(name_of(action, ranks) for action in actions)}")
     return "\n".join(lines) + "\n"
 
 
 def label_of(schedule: str) -> str:
-    """The name of a schedule, or what the first line of its text calls it."""
-    first, newline, _ = schedule.partition("\n")
-    comment = first.removeprefix("#").strip() if first.startswith("#") else ""
-    return (comment or "a schedule of your own") if newline else schedule
+    """A name as it is; of a text the first line, which `write_schedule` makes its name."""
+    return schedule.partition("\n")[0].removeprefix("# ")
+
+
+def count_microbatches(schedule: Schedule) -> int:
+    """How many the lists have, counted from 0."""
+    return 1 + max(action.microbatch for actions in schedule for action in actions)
 
 
 @lru_cache(maxsize=64)  # all callers get the same lists, and only read them
-def read_schedule(text: str, source: str) -> tuple[Schedule, int]:
-    """The validated lists of a file's text, and how many micro-batches they have. `source`: what
-    messages call it. Raises ValueError, with line and column."""
+def read_schedule(text: str, source: str) -> Schedule:
+    """The validated lists of a file's text. `source`: what messages call it.
 
-    def wrong(line: int, column: int, sentence: str) -> ValueError:
-        return ValueError(f"{source}, line {line}, column {column}: {sentence}")
+    Raises ValueError, with line and column.
+    """
+
+    def wrong(place: tuple[int, int], sentence: str) -> ValueError:
+        return ValueError(f"{source}, line {place[0]}, column {place[1]}: {sentence}")
 
     rows: list[tuple[int, list[re.Match[str]]]] = []  # of each rank: the line, its words
     ranks: list[int] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0]
-        if found := _RANKS.fullmatch(line):
-            ranks = [int(word) for word in found[1].split()]
-            continue
-        label = _LABEL.match(line)
-        if label and int(label[1]) != len(rows):
-            raise wrong(number, 1, f"rank {len(rows)} comes next, not rank {label[1]}")
-        words = [*re.compile(r"[^\s.]+").finditer(line, label.end() if label else 0)]
-        if label or words:
+        label, colon, _ = line.rpartition(":")
+        words = [*re.compile(r"[^\s.]+").finditer(line, len(label + colon))]
+        if label.split() == ["stages", "on", "ranks"]:
+            ranks = [int(word[0]) if word[0].isdecimal() else -1 for word in words]
+        elif label.split() not in ([], ["rank", f"{len(rows)}"], ["stage", f"{len(rows)}"]):
+            raise wrong((number, 1), f"`rank {len(rows)}:` comes next, not `{label.strip()}:`")
+        elif words or colon:
             rows.append((number, words))
-    n, letters = len(rows), {word[0][-1] for _, words in rows for word in words}
-    chunks = max((ord(each) - ord("a") + 1 for each in letters if each.isalpha()), default=1)
-    ranks = ranks or [*range(n)] * max(1, chunks)
-    if [*dict.fromkeys(ranks)] != [*range(n)]:
+    chunks = max((letters.find(word[0][-1]) for _, words in rows for word in words), default=0) + 1
+    ranks = ranks or [*range(len(rows))] * max(1, chunks)
+    if not rows or [*dict.fromkeys(ranks)] != [*range(len(rows))]:
         raise ValueError(
-            f"{source}: it has lines of {n} ranks, and stages on ranks {ranks}; ranks are numbered "
-            "in the order of their first stages"
+            f"{source}: it has lines of {len(rows)} ranks, such as `rank 0: F0 B0`, and stages on "
+            f"ranks {ranks}; ranks are numbered in the order of their first stages"
         )
-    schedule, places = list[list[Action]](), dict[Action, tuple[int, int]]()
+    places = dict[Action, tuple[int, int]]()
+    schedule: Schedule = [[] for _ in rows]
     for r, (number, words) in enumerate(rows):
-        own = [s for s, rank in enumerate(ranks) if rank == r]
-        schedule.append([])
+        stages = dict(zip(letters, (s for s, rank in enumerate(ranks) if rank == r), strict=False))
         for word in words:
+            place = number, word.start() + 1
             found = _ACTION.fullmatch(word[0])
-            chunk = ord(found[3]) - ord("a") if found and found[3] else 0
-            if not found or chunk >= len(own) or (len(own) > 1) != bool(found[3]):
-                usual = (
-                    "F0a: rank's stages are a, b, ..." if len(own) > 1 else "F0, B0, or I0 and W0"
-                )
-                raise wrong(number, word.start() + 1, f"{word[0]} is no action; such are {usual}")
-            action = Action(Kind(found[1]), own[chunk], int(found[2]))
-            places[action] = number, word.start() + 1
-            schedule[-1].append(action)
-    listed = {action.stage for action in places}
-    for s, r in enumerate(ranks):
-        if places and s not in listed:
-            raise wrong(rows[r][0], 1, f"rank {r} does nothing of stage {s}")
-    if not places:
-        raise ValueError(f"{source}: it has no actions, such as `rank 0: F0 B0`")
-    m = 1 + max(action.microbatch for action in places)
+            if not found or (found[3] or "a") not in stages:
+                known = f"F0, B0, or I0 and W0; stages of a rank are {', '.join(stages)}"
+                raise wrong(place, f"{word[0]} is no action; such are {known}")
+            action = Action(Kind(found[1]), stages[found[3] or "a"], int(found[2]))
+            places[action] = place
+            schedule[r].append(action)
+    for s in set(range(len(ranks))) - {action.stage for action in places}:
+        raise wrong((rows[ranks[s]][0], 1), f"rank {ranks[s]} has no action of stage {s}")
     try:
-        validate(schedule, m)
+        validate(schedule, count_microbatches(schedule))
     except ScheduleError as error:
-        line_of_rank = rows[ranks[error.action.stage]][0], 1  # of what is missing
-        raise wrong(*places.get(error.action, line_of_rank), str(error)) from None
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-    return schedule, m
+        missing = rows[ranks[error.action.stage]][0], 1
+        raise wrong(places.get(error.action, missing), str(error)) from None
+    return schedule

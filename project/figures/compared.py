@@ -19,7 +19,17 @@ from functools import cached_property
 from statistics import fmean, median, median_low
 
 from pipeline.schedules.catalogue import find
-from pipeline.schedules.schedule import Action, Kind, dependencies, ended_with
+from pipeline.schedules.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Kind,
+    dependencies,
+    ended_with,
+)
+from planning.order import RankTimes
 from planning.simulate import EXCHANGE, Gap, Simulation, Simulator, Work
 from runtime.axes import place_of
 from training.launch.errors import UserError
@@ -147,21 +157,21 @@ class Compared:
         """Seconds from the first action of any worker to the end of the last."""
         return duration(actions_of(self.events))
 
-    def seconds_of_ranks(self) -> list[list[float]]:
-        """Of F, I and W the seconds of a micro-batch on each rank of the pipeline. Halves of a
-        backward that was whole are taken to be equal."""
-        n, work, whole = 1 + max(self.ranks), self.work, Kind.BACKWARD
+    def rank_times(self) -> RankTimes:
+        """Seconds of a micro-batch on each rank of the pipeline. The halves of a backward that was
+        whole are taken to be equal."""
+        work, n = self.work, 1 + max(self.ranks)
 
         def seconds(kind: Kind, s: int) -> float:
-            return work.seconds(Action(kind, s, 0)) or work.seconds(Action(whole, s, 0)) / 2
+            return work.seconds(Action(kind, s, 0)) or work.seconds(Action(BACKWARD, s, 0)) / 2
 
-        return [
-            [
-                sum(seconds(kind, s) for s, rank in enumerate(self.ranks) if rank == r)
-                for r in range(n)
-            ]
-            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        ]
+        def of_ranks(kind: Kind) -> list[float]:
+            stages = range(len(self.ranks))
+            return [sum(seconds(kind, s) for s in stages if self.ranks[s] == r) for r in range(n)]
+
+        early, late = of_ranks(BACKWARD_INPUT), of_ranks(BACKWARD_WEIGHT)
+        messages = [work.transfer(Action(FORWARD, 0, 0))] * n
+        return RankTimes(of_ranks(FORWARD), early, late, messages)
 
     @property
     def bubble(self) -> float:

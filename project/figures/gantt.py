@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from pipeline.schedules.catalogue import find, text_of
+from pipeline.schedules.catalogue import find, sizes_of
 from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_alive
 from pipeline.schedules.schedule import FORWARD, Action
 from pipeline.schedules.written import label_of
@@ -27,16 +27,16 @@ MEANING = (
 
 
 def plot_schedule(
-    name: str, num_ranks: int, num_microbatches: int, chunks: int | None, path: Path
+    name: str, num_ranks: int | None, num_microbatches: int | None, chunks: int | None, path: Path
 ) -> Path:
-    """Prints the clock table of a schedule and draws it.
+    """Prints the clock table of a schedule and draws it. The numbers: see `sizes_of`.
 
     Raises:
-        UserError: the schedule has another number of chunks.
+        UserError: the schedule has a different number of chunks, or is none.
     """
     try:
+        num_ranks, num_microbatches = sizes_of(name, num_ranks, num_microbatches)
         schedule = find(name, chunks)(num_ranks, num_microbatches)
-        text_of(name, num_ranks, num_microbatches, chunks)  # refuses other numbers than a file's
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
     print(as_text(schedule), MEANING, sep="\n")

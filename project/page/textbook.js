@@ -99,7 +99,7 @@ function titled([kind, stage, microbatch], ranks) {
 
 // The text of a file, as pipeline/schedules/written.py writes it.
 function write(lists, ranks, name) {
-  const where = ranks.length > lists.length ? `stages on ranks ${ranks.join(" ")}\n` : "";
+  const where = ranks.length > lists.length ? `stages on ranks: ${ranks.join(" ")}\n` : "";
   return `# ${name}\n${where}${lists.map((row, r) => `rank ${r}: ${row.map((action) => titled(action, ranks)).join(" ")}\n`).join("")}`;
 }
 
@@ -109,7 +109,7 @@ function read(text) {
   const rows = [];
   for (const [k, whole] of text.split("\n").entries()) {
     const line = whole.split("#")[0];
-    const stages = line.match(/^\s*stages on ranks((?:\s+\d+)+)\s*$/);
+    const stages = line.match(/^\s*stages\s+on\s+ranks\s*:((?:\s+\d+)+)\s*$/);
     if (stages) ranks = stages[1].trim().split(/\s+/).map(Number);
     const label = line.match(/^\s*(?:rank|stage)\s+(\d+)\s*:/);
     if (label && Number(label[1]) !== rows.length) return { wrong: `line ${k + 1}: rank ${rows.length} comes next, not rank ${label[1]}` };
@@ -125,7 +125,7 @@ function read(text) {
     for (const word of words) {
       const found = word.match(/^([FBIW])(\d+)([a-z]?)$/);
       const stage = found && own[found[3] ? found[3].charCodeAt(0) - 97 : 0];
-      if (stage === undefined || stage === null || own.length > 1 !== Boolean(found[3])) return { wrong: `line ${line}: ${word} is no action of rank ${r}` };
+      if (!Number.isInteger(stage)) return { wrong: `line ${line}: ${word} is no action of rank ${r}` };
       lists[r].push([found[1], stage, Number(found[2])]);
     }
   }

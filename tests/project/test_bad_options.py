@@ -61,7 +61,7 @@ SHORT = {
 # The line, and a part of what is said after the values: of the rule, or of what works.
 TABLE = """
 # mistyped
-pp FLOW --schedule 1fb1 => none of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin, dualpipev, nor a
+pp FLOW --schedule 1fb1 => must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin, dualpipev,
 train ddp --n_train most => a whole number from 1 to 4294967295, or all; --help explains all
 # ranks and examples
 dp --world_size 4 --dataset builtin --n_train 3 => needs 4 or more; more text, or a larger --n_train

@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, find
 from pipeline.schedules.printed import peak_alive
-from pipeline.schedules.schedule import Schedule, ended_with, validate
+from pipeline.schedules.schedule import Schedule, ended_with, stage_ranks, validate
+from pipeline.schedules.written import write_schedule
 from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.pages import GRID
@@ -66,7 +67,8 @@ def window(page: Path, opened: Browser) -> Iterator[Browser]:
 
 def of_textbook(expression: str, given: Any = None) -> Any:
     """The value of an expression with what page/textbook.js exports, and what is given."""
-    script = f"""const {{ decode, textbook, PUZZLES, FREE }} = require(process.argv[1]);
+    names = "decode, textbook, read, write, PUZZLES, FREE"
+    script = f"""const {{ {names} }} = require(process.argv[1]);
         const given = JSON.parse(require("fs").readFileSync(0, "utf-8"));
         process.stdout.write(JSON.stringify({expression}));"""
     return in_node(script, PAGE / "textbook.js", given)
@@ -101,6 +103,23 @@ def test_the_lists_on_the_page_are_those_that_run(page: Path) -> None:
                 [[a.kind.value, a.stage, a.microbatch] for a in row] for row in find(name, v)(n, m)
             ]
             assert lists == expected, (name, v, n, m)
+
+
+def test_a_file_is_the_same_to_python_and_to_the_page() -> None:
+    """What one writes, the other reads: a stage per rank, a V, loops."""
+    lists = [find(name)(3, 4) for name in ("zb", "zbv", "interleaved")]
+    texts = [write_schedule(each, "own") for each in lists]
+    given = [[text, stage_ranks(each)] for text, each in zip(texts, lists, strict=True)]
+    read = "given.map(([text, ranks]) => ({ ranks, ...read(text) }))"
+    for found, each in zip(of_textbook(read, given), lists, strict=True):
+        assert found == {"lists": json.loads(json.dumps(each)), "ranks": stage_ranks(each), "m": 4}
+    again = 'given.map(([text, ranks]) => write(read(text).lists, ranks, "own"))'
+    assert of_textbook(again, given) == texts
+    wrong = of_textbook("given.map((each) => read(each).wrong)", ["rank 1: F0 B0", "F0 X0", "F0b"])
+    assert wrong[:2] == [
+        "line 1: rank 0 comes next, not rank 1",
+        "line 1: X0 is no action of rank 0",
+    ]
 
 
 def test_the_textbook_is_right_where_it_says_so() -> None:

@@ -193,7 +193,7 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert pages.pop(0).startswith(" ".join((f"usage: {program}.py", command)))
     assert imported.split() == []
     word, choice = done.stderr.splitlines()
-    assert " 1fb1: none of gpipe, 1f1b, " in word and " invalid choice: 'timelin' " in choice
+    assert " 1fb1: it must be one of gpipe, " in word and " invalid choice: 'timelin' " in choice
     for page, (line, options) in zip(pages, EXPLAINED.items(), strict=True):
         assert page.startswith(f"usage: {line.split()[0]}.py")
         assert 40 < page.count("\n") < 160
