@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -37,6 +38,21 @@ def pin(cores: list[int]) -> None:
     if cpu_quota() == math.inf:
         with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
             os.sched_setaffinity(0, cores)  # 0: the calling thread
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Within it the calling thread, and those that it starts, may use all cores of the process that
+    has started this one, whose other children wait."""
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    pin([*os.sched_getaffinity(os.getppid())])
+    try:
+        yield
+    finally:
+        pin([*own])
 
 
 def quota_note() -> list[str]:

@@ -84,11 +84,19 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     assert found[1].startswith("Line")
 
 
-def test_a_tokenizer_learns_nothing_of_what_is_held_out(one: Learned, tmp_path: Path) -> None:
+def test_a_tokenizer_learns_nothing_of_what_is_held_out(
+    one: Learned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a validation split of its own, all of train is learned, also in a second start."""
     pieces = [*["ab ab ab ab ab ab ab", None] * 19, "zq zq zq", None]
     args = parse(f"train single {one.line} --workdir {tmp_path} --model_max_length 4")
-    for splits, learned in (["train"], False), (["train", "validation"], True):
+    cases = (
+        (["train"], 99, False),
+        (["train", "validation"], 99, True),
+        (["train", "validation", "test"], 13, False),  # of a large text some
+    )
+    for splits, most, learned in cases:
+        monkeypatch.setattr("training.tasks.language.PIECES_FOR_BPE", most)
         source = Source(dict.fromkeys(splits, partial(iter, pieces)), splits, in_pieces=True)
         texts = Texts("", source, (), {})
         tokenizer = LanguageTask(args, World(), texts).tokenizer

@@ -34,6 +34,7 @@ from .tokens import TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, tokens_of, tr
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
+PIECES_FOR_BPE = 1 << 14  # of some thousand letters, that a tokenizer learns from
 HELD_OUT = 20  # one part in so many is held out for validation
 
 
@@ -49,7 +50,8 @@ class LanguageTask(SequenceTask):
         n = self.texts.size("train")
         if "validation" not in self.texts.splits:
             n = max(1, n * (HELD_OUT - 1) // HELD_OUT)
-        parts = (part for part in evenly(self.texts.pieces("train"), n) if part is not None)
+        some = evenly(self.texts.pieces("train"), n, PIECES_FOR_BPE)
+        parts = (part for part in some if part is not None)
         lines = (line for part in parts for line in io.StringIO(part, newline="\n"))
         vocabulary, uses = self.args.vocab_size or MAX_VOCAB, self.special_tokens()
         train_bpe(lines, vocabulary, [END], uses).save_pretrained(folder)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
+from runtime.cores import all_cores
 from runtime.dropout import Keys
 from training.files import TOKENS, json_text, moving
 from training.launch.errors import counted
@@ -94,9 +95,10 @@ class SequenceTask(TrainingTask, ABC):
         self.args, self.texts, self.device = args, texts, world.device
         self.pretrained = pretrained
         self.notes = [*texts.source.notes]
-        self.files = world.on_main(lambda: files or self._tokenizer())  # hosts share no folder
-        self.tokenizer = load_tokenizer(self.files)
-        self.examples: Mapping[str, Tokens] = self.chosen(self._tokens(world))
+        with all_cores():  # the threads of `tokenizers` start at their first use
+            self.files = world.on_main(lambda: files or self._tokenizer())  # hosts share no folder
+            self.tokenizer = load_tokenizer(self.files)
+            self.examples: Mapping[str, Tokens] = self.chosen(self._tokens(world))
         self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))

@@ -5,9 +5,9 @@ A pair is one sequence, and the loss counts only its second half:
     ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, shifted by one
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
-All texts become ids once, before training, while they are read, on the cores of the rank that
-reads. The ids of a split are in one file, one after another; the bounds of sources and targets are
-in another:
+All texts become ids once, before training, while they are read, on all cores of a host, whose other
+ranks wait. The ids of a split are in one file, one after another; the bounds of sources and targets
+are in another:
 
     train.ids       w1 w2 w3 <eos_de> v1 v2 <eos_en> ...         2 bytes each; 4 of more than 65,536
     train.bounds    0 4 7 ...                                    8 bytes each
@@ -49,7 +49,6 @@ T = TypeVar("T")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
 TEXTS_AT_ONCE = 1024  # pairs, or parts of text, tokenized together: they stay in a core's cache
-FOR_BPE = 1 << 20  # texts that a tokenizer learns from
 AT_ONCE = 1 << 20  # examples whose lengths are in memory together
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -81,10 +80,10 @@ def get_tokenizer(
     return tokenizer
 
 
-def evenly(items: Iterable[T], size: int) -> Iterator[T]:
-    """Of the first `size` items at most about `FOR_BPE`, evenly spaced: to count the words of ten
+def evenly(items: Iterable[T], size: int, most: int) -> Iterator[T]:
+    """Of the first `size` items at most about so many, evenly spaced: to count the words of ten
     million pairs took 10 GB."""
-    return islice(items, 0, size, -(-size // FOR_BPE) or 1)
+    return islice(items, 0, size, -(-size // most) or 1)
 
 
 def train_bpe(

@@ -17,6 +17,8 @@ from .task import Score, Translator
 from .text_files import Pair
 from .tokens import Tokens, encode, ends_of, evenly, get_tokenizer, ids_of
 
+PAIRS_FOR_BPE = 1 << 20  # that a tokenizer learns from
+
 
 class TranslationTask(SequenceTask):
     """Pairs of sentences; see `training.tasks.sequences.SequenceTask`."""
@@ -41,7 +43,7 @@ class TranslationTask(SequenceTask):
         """One for both languages, of the pairs that train has."""
         args, texts = self.args, self.texts
         _, train = texts.parts({split: texts.size(split) for split in texts.splits}, [])["train"]
-        pairs = evenly(texts.pairs("train"), len(train))
+        pairs = evenly(texts.pairs("train"), len(train), PAIRS_FOR_BPE)
         get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, folder)
 
     def special_tokens(self) -> dict[str, Any]:

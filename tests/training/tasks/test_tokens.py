@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.project.programs import TINY, full_disk, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
+from training.tasks import translation
 from training.tasks.sequences import SequenceTask
 from training.tasks.task import Step
 from training.tasks.text_files import Source, pieces
@@ -119,13 +120,35 @@ def test_padding_is_the_tokenizers() -> None:
 def test_a_tokenizer_learns_from_some_of_a_large_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("training.tasks.tokens.FOR_BPE", 4)
-    assert [list(evenly(range(n), n)) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
+    monkeypatch.setattr("training.tasks.translation.PAIRS_FOR_BPE", 4)
+    assert [list(evenly(range(n), n, 4)) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
     args = parse(f"train single {TINY} --workdir {tmp_path}")
     often, never = (dict.fromkeys(("de", "en"), f"{word} " * 3) for word in ("ja", "zz"))
     train = [often, never, often, never, often]
     task = TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, train)))
     assert [len(task.tokenizer(word)["input_ids"]) for word in ("ja", "zz")] == [1, 2]
+
+
+def test_all_cores_tokenize_and_a_rank_has_its_own_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = list[set[int]]()
+
+    def noted(work: Callable[..., Any], *given: Any) -> Any:
+        found.append(os.sched_getaffinity(0))
+        return work(*given)
+
+    for name in ("encode", "get_tokenizer"):
+        monkeypatch.setattr(translation, name, partial(noted, getattr(translation, name)))
+    before, args = os.sched_getaffinity(0), parse(f"train single {TINY} --workdir {tmp_path}")
+    one = {max(before)}
+    os.sched_setaffinity(0, one)
+    try:
+        TranslationTask(args, World(), texts_of(dict.fromkeys(SPLITS, PAIRS)))
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found == [os.sched_getaffinity(os.getppid())] * 4
 
 
 # Files of tokens
@@ -181,7 +204,7 @@ class _Encoding(list[int]):
 def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
     for size, dtype in ((65536, np.uint16), (65537, np.int32)):
         ids = _Encoding([size - 1, 0])
-        backend = SimpleNamespace(encode_batch_fast=lambda _, ids=ids: [ids])
+        backend = SimpleNamespace(encode_batch_fast=lambda _, ids=ids, **__: [ids])
         tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
         encoded = (tokens_of([""], tokenizer)[0], np.ones(2, np.int64))
         task: Any = SimpleNamespace(
