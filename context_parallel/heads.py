@@ -42,7 +42,7 @@ class Heads:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,
-        first: int = 0,
+        first: int = 0, starts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v. H is a
         multiple of the number of ranks."""
@@ -54,7 +54,7 @@ class Heads:
         there, back = partial(to_heads, ranks=self.ranks), partial(to_positions, ranks=self.ranks)
         q, k, v = paired(torch.stack([q, k, v]), there, back)  # each [B, H/c, c T, E]
         first += self.ranks.rank * q.size(HEADS)
-        return paired(attention(q, k, v, mask, p, keys, where, first), back, there)
+        return paired(attention(q, k, v, mask, p, keys, where, first, starts), back, there)
 
 
 def to_heads(x: Tensor, ranks: Communicator) -> Tensor:

@@ -24,31 +24,46 @@ twice as much, and two sums stay. Where dropout is on, masks are hashed from the
 and key, which no fused kernel does: blocks are plain products. On a GPU, where examples have no
 keys to hash, a fused kernel draws the mask of each block, and backward draws it again (blocks.py).
 
+Documents that do not see each other (runtime/documents.py) leave only some blocks: keys still pass
+every rank, but a rank computes the scores from a query's document's start on, and with a mask only
+where a block's documents begin or its diagonal lies. On a GPU the host waits for the starts, and
+blocks with a mask are plain products.
+
 Papers: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023;
 Brandon et al., "Striped Attention", 2023 (equal work).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from context_parallel import blocks
 from context_parallel.positions import refuse_attention, zigzag
 from runtime.communicator import Communicator, Finish
+from runtime.documents import seen, starts_at
 from runtime.dropout import Keys, drawn, dropout
 from runtime.sums import wide
 
 ALL = slice(None)
+QUERIES = 256  # of a block within documents
 DroppedBlock = Callable[..., Tensor] | None
 """Drops weights of attention over the keys of the rank `owner`, of which a block is some rows and
 columns."""
+
+Rectangle = tuple[slice, slice, bool, Tensor | None]
+"""Scores that are computed together: of these rows, queries, and columns, keys; whether they are
+causal; and a mask, as `blocks.forward` takes it."""
+
+BlocksOf = Callable[[int], Iterable[Rectangle]]
+"""The blocks over the keys of a rank."""
 
 
 class Ring:
@@ -60,16 +75,20 @@ class Ring:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, mask_keys: Keys, where: int,
-        first: int = 0,
+        first: int = 0, starts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v.
-        `mask_keys`: the `keys` of dropout."""
+        `mask_keys`: the `keys` of dropout. `starts`: of all positions of the sequences."""
         ranks = self.ranks
         refuse_attention(q, k, v, mask)
-        if p == 0:
-            return _RingAttention.apply(q, k, v, ranks, None, 0.0)
         length = ranks.size * q.size(2)
         positions = [zigzag(r, ranks.size, length, q.device) for r in range(ranks.size)]
+        blocks_of: BlocksOf = partial(_causal_blocks, ranks.rank, q.size(2))
+        if starts is not None:
+            of_queries = starts_at(starts, positions[ranks.rank])
+            blocks_of = partial(_blocks_of_documents, positions, ranks.rank, of_queries, q.dtype)
+        if p == 0:
+            return _RingAttention.apply(q, k, v, ranks, blocks_of, None, 0.0)
         hashed = isinstance(mask_keys, Tensor)
         of_examples = _hashable(mask_keys, q)
 
@@ -78,7 +97,7 @@ class Ring:
             return dropout(weights, p, of_examples, where, first, of_queries, of_keys)
 
         def attend() -> Tensor:
-            return _RingAttention.apply(q, k, v, ranks, dropped, 0.0 if hashed else p)
+            return _RingAttention.apply(q, k, v, ranks, blocks_of, dropped, 0.0 if hashed else p)
 
         return drawn(attend, q.device, mask_keys, where, first)
 
@@ -95,63 +114,63 @@ def _hashable(mask_keys: Keys, q: Tensor) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: Communicator, dropped: DroppedBlock,
-        p: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: Communicator, blocks_of: BlocksOf,
+        dropped: DroppedBlock, p: float,
     ) -> Tensor:  # fmt: skip
         kv = torch.stack([k, v])  # [2, B, H, T, E]: those that are here
-        out = log_sum = q  # until the first block
-        states = list[blocks.Drawn]()  # of the generator, by turn
+        out = torch.zeros_like(q, dtype=wide(q))
+        log_sum = torch.full_like(out[..., 0], -math.inf)
+        states = list[blocks.Drawn]()  # of the generator, by block
         for turn in range(ranks.size):
-            is_last = turn == ranks.size - 1
-            finish = _to_next(kv[:0] if is_last else kv, ranks)
-            rows, columns, drop = _block(turn, ranks, q.size(2), dropped)
-            k_here, v_here = kv[..., columns, :]
-            *block, state = blocks.forward(q[:, :, rows], k_here, v_here, turn == 0, drop, p)
-            states.append(state)
-            if turn == 0:
-                out, log_sum = (t.to(wide(t)) for t in block)
-            else:
+            finish = _to_next(kv[:0] if turn == ranks.size - 1 else kv, ranks)
+            owner = (ranks.rank - turn) % ranks.size  # of the keys that are here
+            for rows, columns, causal, mask in blocks_of(owner):
+                drop = dropped and partial(dropped, owner=owner, rows=rows, columns=columns)
+                k_here, v_here = kv[..., columns, :]
+                *block, state = blocks.forward(q[:, :, rows], k_here, v_here, causal, drop, p, mask)
                 _join(out[:, :, rows], log_sum[:, :, rows], *block)
+                states.append(state)
             kv = finish()
         out = out.to(q.dtype)
-        seeds, offsets = zip(*states, strict=True) if any(states) else ((), ())
-        ctx.save_for_backward(q, k, v, out, log_sum, *seeds, *offsets)
-        ctx.ranks, ctx.dropped, ctx.p = ranks, dropped, p
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.ranks, ctx.blocks_of, ctx.dropped, ctx.p = ranks, blocks_of, dropped, p
+        ctx.states = states
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         """Sums of 16-bit numbers that stay here are 32-bit; those that travel are rounded."""
-        q, k, v, out, log_sum, *states = ctx.saved_tensors
-        ranks, kv = ctx.ranks, torch.stack([k, v])
-        of_turn = [states[s :: ranks.size] for s in range(ranks.size)]
-        d_q = d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
+        q, k, v, out, log_sum = ctx.saved_tensors
+        ranks, dropped, kv = ctx.ranks, ctx.dropped, torch.stack([k, v])
+        states = iter(ctx.states)
+        d_q = torch.zeros_like(q, dtype=wide(q))
+        d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
         for turn in range(ranks.size):
             leaving = kv[:0] if turn == ranks.size - 1 else kv
             finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the turn before
-            rows, columns, drop = _block(turn, ranks, q.size(2), ctx.dropped)
-            k_here, v_here = kv[..., columns, :]
-            d_queries, *d_here = blocks.backward(
-                d_out[:, :, rows], q[:, :, rows], k_here, v_here, out[:, :, rows],
-                log_sum[:, :, rows], turn == 0, drop, ctx.p, of_turn[turn],
-            )  # fmt: skip
-            d_block = torch.stack(d_here)
+            owner = (ranks.rank - turn) % ranks.size
+            d_here = torch.zeros_like(kv, dtype=wide(kv))  # of those that are here, by this rank
+            for rows, columns, causal, mask in ctx.blocks_of(owner):
+                drop = dropped and partial(dropped, owner=owner, rows=rows, columns=columns)
+                k_here, v_here = kv[..., columns, :]
+                d_queries, *d_keys = blocks.backward(
+                    d_out[:, :, rows], q[:, :, rows], k_here, v_here, out[:, :, rows],
+                    log_sum[:, :, rows], causal, drop, ctx.p, next(states), mask,
+                )  # fmt: skip
+                d_q[:, :, rows] += d_queries
+                for d_sum, d_block in zip(d_here, d_keys, strict=True):
+                    d_sum[..., columns, :] += d_block
             # What has arrived: the next keys and values, and the gradients of those that are here
-            # from the ranks before this one, which add to them.
+            # from the ranks before this one.
             kv, d_arrived = finish().tensor_split([len(leaving)])
             if turn == 0:
-                d_q, d_own = (t.to(wide(t)) for t in (d_queries, d_block))
-                continue
-            d_q[:, :, rows] += d_queries
-            if len(d_arrived):
-                d_arrived[..., columns, :] += d_block
-                d_kv = d_arrived
+                d_own = d_here
             else:
-                d_kv = F.pad(d_block, (0, 0, 0, q.size(2) - d_block.size(3)))
+                d_kv = d_arrived.add_(d_here) if len(d_arrived) else d_here.to(q.dtype)
         if ranks.size > 1:
             d_own += _to_next(d_kv, ranks)()  # home
-        return d_q.to(q.dtype), *d_own.to(q.dtype), None, None, None
+        return d_q.to(q.dtype), *d_own.to(q.dtype), None, None, None, None
 
 
 def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:
@@ -166,15 +185,37 @@ def _to_next(x: Tensor, ranks: Communicator, *others: Tensor) -> Finish:
     return ranks.start_all_to_all(rows, lengths)
 
 
-def _block(
-    turn: int, ranks: Communicator, T: int, dropped: DroppedBlock
-) -> tuple[slice, slice, blocks.Dropped]:
-    """What a rank computes in a turn: rows are queries, columns keys."""
-    owner = (ranks.rank - turn) % ranks.size  # of the keys that are here
-    rows = slice(T // 2, None) if owner > ranks.rank else ALL
-    columns = slice(T // 2) if owner < ranks.rank else ALL
-    drop = partial(dropped, owner=owner, rows=rows, columns=columns) if dropped else None
-    return rows, columns, drop
+def _causal_blocks(rank: int, T: int, owner: int) -> Iterator[Rectangle]:
+    """What `rank` computes over the keys of `owner`, where all earlier keys are seen: one block."""
+    rows = slice(T // 2, None) if owner > rank else ALL
+    columns = slice(T // 2) if owner < rank else ALL
+    yield rows, columns, owner == rank, None
+
+
+def _blocks_of_documents(
+    positions: Sequence[Tensor], rank: int, starts: Tensor, dtype: torch.dtype, owner: int
+) -> Iterator[Rectangle]:
+    """The same within documents: some of a stretch's queries at a time, over the keys from the
+    first one's start on. What no query sees is no block; where each sees all, there is no mask.
+
+    Args:
+        positions: of every rank.
+        starts: of the documents of this rank's positions, [B, T]. The host reads them.
+    """
+    queries, keys = positions[rank].tolist(), positions[owner].tolist()
+    first, last = starts.amin(0).tolist(), starts.amax(0).tolist()  # over the rows; they ascend
+    half, T = len(queries) // 2, len(queries)
+    for begin in (*range(0, half, QUERIES), *range(half, T, QUERIES)):
+        rows = slice(begin, min(begin + QUERIES, half if begin < half else T))
+        end = rows.stop - 1
+        columns = slice(bisect_left(keys, first[begin]), bisect_right(keys, queries[end]))
+        if there := keys[columns]:
+            mask = None
+            if there[0] < last[end] or there[-1] > queries[begin]:
+                allowed = seen(starts[:, rows], positions[rank][rows], positions[owner][columns])
+                mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+                mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+            yield rows, columns, False, mask
 
 
 def _join(out: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:

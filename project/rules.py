@@ -33,7 +33,8 @@ RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 STEPS_RECORDED = 20
 OF_SENTENCES = (
-    "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test"
+    "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test "
+    "documents"
 )
 LEAVE = "leave it out"
 

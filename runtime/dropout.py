@@ -36,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.documents import SHORT, in_stretches, seen, starts_at
+
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
 
@@ -99,6 +101,7 @@ def attention(
     keys: Keys,
     where: int,
     first: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Attention with dropout on its weights: [B, H, T, E], the shape of the queries.
 
@@ -106,8 +109,17 @@ def attention(
         mask: added to the scores, where p is 0; None: position t sees positions 0 to t.
         p, keys, where: see `dropout`.
         first: the number of the first of these heads in the model.
+        starts: of the document of each position, [B, T], if none sees another
+            (runtime/documents.py).
     """
     T = q.size(-2)
+    if starts is not None:
+        at = torch.arange(T, device=q.device)
+        starts = starts_at(starts, at)
+        fixed = T <= SHORT or q.device.type != "cpu" or torch.compiler.is_compiling()
+        if p == 0 and not fixed:
+            return in_stretches(q, k, v, starts)
+        mask = seen(starts, at, at)
     if mask is not None and T == 1 and q.device.type == "cpu":
         # One position: the fused kernel, made for many, takes up to twice as long.
         return ((q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + mask).softmax(-1) @ v
@@ -118,8 +130,9 @@ def attention(
         )  # fmt: skip
         return drawn(fused, q.device, keys if p else None, where, first)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [queries, keys]
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()  # [queries, keys]
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return dropout(weights, p, keys, where, first) @ v
 
 

@@ -170,6 +170,9 @@ class Data:
     gpt2; default: one is trained"""
     model_max_length: Count = 128
     """longest sequence, in tokens; longer pairs are cut"""
+    documents: Literal["apart", "together"] = "apart"
+    """of plain text, of which several fill a row: apart: none sees another; together: each sees
+    those before it, as in GPT-2"""
     padding: Literal["longest", "max_length"] = "longest"
     """pad each micro-batch to its longest sentence, or every one to --model_max_length"""
 

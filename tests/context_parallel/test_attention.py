@@ -32,18 +32,26 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [6 * q, k, v, d]
 
 
-def results(attend: Callable[..., Tensor], tensors: list[Tensor], p: float) -> list[Tensor]:
+def starts() -> Tensor:
+    """Of documents that end within, at, and across the stretches of several ranks."""
+    return torch.tensor([[0] * 3 + [3] * 13 + [16] * 8, [0] * 6 + [6, 7] + [8] * 16])
+
+
+def results(
+    attend: Callable[..., Tensor], tensors: list[Tensor], p: float, apart: bool = False
+) -> list[Tensor]:
     """What it returns, and the gradients of q, k and v."""
     *qkv, d = (t.clone() for t in tensors)
     for t in qkv:
         t.requires_grad_()
-    out = attend(*qkv, None, p, KEYS, 7, 5)  # the site, and the number of the first head
+    # The site, the number of the first head, and where documents start.
+    out = attend(*qkv, None, p, KEYS, 7, 5, starts() if apart else None)
     out.backward(d)
     return [out.detach(), *(t.grad for t in qkv if t.grad is not None)]
 
 
 def differences(
-    rank: int, world_size: int, way: str, p: float, dtype: torch.dtype
+    rank: int, world_size: int, way: str, p: float, dtype: torch.dtype, apart: bool = False
 ) -> tuple[list[float], list[tuple[str, int]]]:
     """How far this rank's positions are from those of one process; and the messages of a step."""
     ranks = Communicator(dist.group.WORLD)
@@ -55,19 +63,19 @@ def differences(
         return start(kind, x, send, read, lengths)
 
     ranks._start = noted  # type: ignore[method-assign]
-    whole = results(attention, inputs(torch.float64), p)
+    whole = results(attention, inputs(torch.float64), p, apart)
     own = zigzag(rank, world_size, T)
-    with nan_in_new_memory():
-        found = results(WAYS[way](ranks), [t[:, :, own] for t in inputs(dtype)], p)
+    with nan_in_new_memory(), patch.object(ring, "QUERIES", 2 if apart else 256):
+        found = results(WAYS[way](ranks), [t[:, :, own] for t in inputs(dtype)], p, apart)
     off = [float((f - w[:, :, own]).abs().max()) for f, w in zip(found, whole, strict=True)]
     return off, seen
 
 
-def rounding(dtype: torch.dtype, p: float) -> list[float]:
+def rounding(dtype: torch.dtype, p: float, apart: bool = False) -> list[float]:
     """How far one process is from float64."""
     pairs = zip(
-        results(attention, inputs(dtype), p),
-        results(attention, inputs(torch.float64), p),
+        results(attention, inputs(dtype), p, apart),
+        results(attention, inputs(torch.float64), p, apart),
         strict=True,
     )
     return [float((a - b).abs().max()) for a, b in pairs]
@@ -94,6 +102,39 @@ def test_several_ranks_compute_what_one_does(
             there, back = 3 * own * (c - 1) // c, own * (c - 1) // c
             sent = [there, back, back, there]
         assert seen == [("all_to_all", n) for n in sent]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("c", [2, 3, 4])
+def test_documents_do_not_see_each_other(
+    world_of: Callable[[int], Ranks], c: int, p: float
+) -> None:
+    """Under a ring and, since heads have all positions, there as on one rank."""
+    for way in WAYS:
+        for off, _ in world_of(c).run(differences, way, p, torch.float64, True):
+            assert len(off) == 4 and max(off) < 1e-12
+    usual = rounding(torch.bfloat16, p, apart=True)
+    for off, _ in world_of(c).run(differences, "ring", p, torch.bfloat16, True):
+        assert all(a < 1.5 * b for a, b in zip(off, usual, strict=True))
+
+
+def test_what_is_seen_whole_has_no_mask_and_what_is_not_seen_no_block() -> None:
+    """Two ranks, 16 positions; a document of nine, then one of seven."""
+    positions = [zigzag(r, 2, 16) for r in range(2)]  # 0-3 and 12-15; 4-11
+    own = torch.tensor([[0] * 9 + [9] * 7])[:, positions[1]]
+    with patch.object(ring, "QUERIES", 2):
+        found = [
+            [(positions[1][rows].tolist(), positions[owner][columns].tolist(), mask is not None)
+             for rows, columns, _, mask in ring._blocks_of_documents(
+                 positions, 1, own, torch.float64, owner)]
+            for owner in range(2)
+        ]  # fmt: skip
+    early = [0, 1, 2, 3]
+    assert found[0] == [([4, 5], early, False), ([6, 7], early, False), ([8, 9], early, True)]
+    assert found[1] == [
+        ([4, 5], [4, 5], True), ([6, 7], [4, 5, 6, 7], True),
+        ([8, 9], [4, 5, 6, 7, 8, 9], True), ([10, 11], [9, 10, 11], True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

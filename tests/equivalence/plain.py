@@ -9,7 +9,7 @@ order of the examples and the initial weights.
 from __future__ import annotations
 
 import math
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
         keys = torch.tensor([(seed + 0x9E3779B97F4A7C15 * i) % 2**63 for i in batch])
         inputs = Sequences(ids[:, :-1], keys=keys)
         logits = nn.Sequential(*gpt2_layers(model))(inputs).flatten(0, 1)
+    elif problem.documents:
+        logits = torch.cat([alone(model, row) for row in ids[:, :-1]])
     else:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
@@ -90,3 +92,11 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
         balance = BALANCE * balance_of(model, lengths, targets)
         loss = loss + balance - balance.detach()
     return loss
+
+
+def alone(model: Any, row: Tensor) -> Tensor:
+    """The logits of a row's documents, [T, V], of each as if there were no other: it begins with
+    token 0, or with the row."""
+    edges = sorted({0, *(row == 0).nonzero()[:, 0].tolist(), len(row)})
+    documents = (row[a:b][None] for a, b in pairwise(edges))
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0] for ids in documents])

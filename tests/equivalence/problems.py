@@ -25,6 +25,7 @@ from training.launch.world import World
 from training.options import Options
 from training.tasks.experts import ExpertTask
 from training.tasks.gpt2 import generator_for, gpt2_config, initializer
+from training.tasks.language import LanguageTask
 from training.tasks.pictures import Pictures, PictureSets
 from training.tasks.sequences import CPU_POSITIONS
 from training.tasks.task import stream
@@ -87,6 +88,8 @@ class Sentences(Problem):
         positions: of a micro-batch at most, where their number is not given.
         n_positions: of the model.
         experts, top_k: of each block; 0: none.
+        documents: a sequence is a row of documents, each of which token 0 precedes, and none sees
+            another. All but the first token is learnt.
     """
 
     n_layer: int = 2
@@ -102,6 +105,7 @@ class Sentences(Problem):
     n_positions: int = POSITIONS
     experts: int = 0
     top_k: int = 2
+    documents: bool = False
 
     def config(self) -> GPT2Config:
         """The model's sizes."""
@@ -125,11 +129,15 @@ class Sentences(Problem):
             if i == too_long[0]:
                 source, target = LONG, 5
             ids = [rng.randrange(1, 64) for _ in range(source + target)]
+            if self.documents:  # of one token or more; the last token may be such an end
+                source, ids = 1, [token * (rng.random() < 0.75) for token in ids]
             examples.append(Encoded(ids, source, i))
         return examples
 
     def task(self, world: World, dtype: torch.dtype) -> SentenceTask:  # noqa: ARG002
         """The product's task on these sentences."""
+        if self.documents:
+            return RowTask(self, world)
         return (RoutedSentenceTask if self.experts else SentenceTask)(self, world)
 
 
@@ -170,6 +178,12 @@ class SentenceTask(TranslationTask):
     def fingerprints(self) -> dict[str, str]:
         """Two of one problem have the same sentences."""
         return {"train": repr(self.problem)}
+
+
+class RowTask(SentenceTask):
+    """The same of rows of documents, which start where `LanguageTask` says."""
+
+    starts = LanguageTask.starts
 
 
 class RoutedSentenceTask(ExpertTask, SentenceTask):

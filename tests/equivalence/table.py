@@ -409,6 +409,41 @@ def _contexts() -> Iterator[Row]:
     yield Row("mesh4-2x1x1-cp2-none_left", 4, mesh(2, 1, 1, cp=2), Sentences(9, 8, n_head=4), 100)
 
 
+def _documents() -> Iterator[Row]:
+    """Rows of documents that do not see each other, beside each document alone; and with dropout,
+    twice, resumed, and recomputed."""
+    rows = Sentences(22, n_layer=3, n_head=4, vocabulary=67, documents=True, positions=40)
+    layouts: dict[str, tuple[int, Build, int | None]] = {
+        "single": (1, replicated(), None),
+        "threads2-zb": (1, threads((3, 5), "zb", 4), None),
+        "module2": (1, module((3, 5), 3), None),
+        "ddp2-overlap": (2, replicated(), None),
+        **{f"fsdp2-zero{zero}": (2, sharded(zero), 2) for zero in (1, 2, 3)},
+        **{f"pipeline2-{s}": (2, staged((3, 5), s, 3), 3) for s in SCHEDULES},
+        "pipeline2-zbv": (2, staged((3, 2, 1, 2), "zbv", 4, chunks=2), 4),
+        "mesh2-1x1x2": (2, mesh(1, 1, 2), 2),
+        "mesh2-1x1x2-sequence": (2, mesh(1, 1, 2, sequence_parallel=True), 2),
+        "mesh4-2x2x1-zero1": (4, mesh(2, 2, 1, zero=1), 2),
+        "mesh4-1x2x1-cp2": (4, mesh(1, 2, 1, cp=2), 3),
+        "mesh4-1x1x2-cp2-sequence": (4, mesh(1, 1, 2, cp=2, sequence_parallel=True), 2),
+        "hybrid4-shards2-zero3": (4, mesh(4, 1, 1, zero=3, shards=2), 2),
+        **{f"context{c}-{attention}": (c, mesh(1, 1, 1, cp=c, attention=attention), 2)
+           for attention, c in product(("ring", "heads"), (2, 4))},
+        "context2-ring-zero3": (2, mesh(1, 1, 1, cp=2, zero=3), 2),
+    }  # fmt: skip
+    for name, (ranks, build, m) in layouts.items():
+        yield Row(f"{name}-documents", ranks, build, rows, m)
+    dropped = replace(rows, dropout=0.1)
+    besides: dict[str, Any] = {
+        "twice": "second run", "resumed": "resumed run", "recompute_always": "nothing recomputed"
+    }  # fmt: skip
+    for name in ("single", "fsdp2-zero3", "pipeline2-zb", "mesh2-1x1x2-sequence", "context2-ring"):
+        ranks, build, m = layouts[name]
+        for what, beside in besides.items():
+            mode = "always" if "recompute" in what else "never"
+            yield Row(f"{name}-documents-{what}", ranks, build, dropped, m, beside, mode)
+
+
 def _replicas_of_shards() -> Iterator[Row]:
     """Four ranks: four copies, two copies in two shards each, one in four; with experts, positions,
     matrices and stages cut, too. The last batch is smaller, and a replica may have no example."""
@@ -527,8 +562,8 @@ def _experts() -> Iterator[Row]:
 
 
 PARTS = (
-    _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _replicas_of_shards, _same_bits,
-    _recomputed, _experts,
+    _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _documents, _replicas_of_shards,
+    _same_bits, _recomputed, _experts,
 )  # fmt: skip
 TABLE = tuple(row for part in PARTS for row in part())
 

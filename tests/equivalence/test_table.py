@@ -78,6 +78,8 @@ SHORT = """
     context3-heads-zero3 mesh4-1x2x1-cp2-zb mesh4-2x1x1-cp2-none_left mesh4-1x1x2-cp2-sequence
     context2-experts mesh4-ep2-cp2-zero3 hybrid4-shards2-zero3 hybrid4-shards2-zero2
     hybrid4-shards2-zero1-gloo hybrid4-shards2-zero3-none_left hybrid4-shards2-zero3-ep2
+    single-documents module2-documents mesh4-2x2x1-zero1-documents context2-heads-documents
+    mesh4-1x1x2-cp2-sequence-documents context2-ring-documents-resumed
 """
 
 IN_BF16 = ["single-dropout", "mesh2-1x1x2-sequence", "context2-ring", "context2-heads", "mesh2-ep2"]

@@ -55,6 +55,26 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     assert task.notes == ["no validation split: 5 % of the text is taken from its end."]
 
 
+def test_documents_are_apart_in_training_validation_and_samples(
+    one: Learned, tmp_path: Path
+) -> None:
+    """And the first lines say how they are told apart. A prompt begins with the last document that
+    its tokens reach."""
+    (tmp_path / "a.txt").write_text(END.join("ab cd ef gh" for _ in range(200)))
+    line = f"{one.line} --dataset {tmp_path / 'a.txt'} --workdir {tmp_path}"
+    apart, together = made(line), made(f"{line} --documents together")
+    assert "which <|endoftext|> ends, of 5 tokens (median): none sees an" in apart.describe()
+    assert "5 tokens (median): each sees those before it" in together.describe()
+    end = apart.tokenizer.convert_tokens_to_ids(END)
+    for task, kept in ((apart, True), (together, False)):
+        train = [x for step in task.steps(0, 0, 1, None) for x in step.inputs]
+        validation = [x for x, _ in task.validation_batches(0, 1, None)[1]]
+        for x in train + validation:
+            assert (x.starts is not None) is kept
+            assert not kept or (x.hidden.gather(1, x.starts)[x.starts > 0] == end).all()
+        assert any(end in prompt[1:] for prompt in task._prompts()) is not kept
+
+
 def test_no_more_is_held_out_than_is_validated(
     one: Learned, monkeypatch: pytest.MonkeyPatch
 ) -> None:

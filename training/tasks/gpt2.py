@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.documents import starts_at
 from runtime.dropout import Index, Keys, attention, dropout, site_of
 from training.launch.errors import UserError
 from training.tasks.task import stream
@@ -143,6 +144,9 @@ class Sequences(NamedTuple):
         positions: [T], their numbers in the sequence, where other ranks have other positions
             (layouts/context.py). None: this process has all of them.
         balance: in training, what the balance loss of experts is made of (experts/routing.py).
+        starts: [B, T], where the document of each position starts in its row, if none sees another
+            (runtime/documents.py): of all positions, also where other ranks have some. None: a row
+            is one.
     """
 
     hidden: Tensor
@@ -152,6 +156,7 @@ class Sequences(NamedTuple):
     cache: Cache | None = None
     positions: Tensor | None = None
     balance: Any = None
+    starts: Tensor | None = None
 
 
 def newest_tokens(ids: Tensor, cache: Cache | None = None) -> Sequences:
@@ -204,6 +209,8 @@ class Embedding(Layer):
             positions = x.cache.positions(hidden)  # [B, T]
         elif isinstance(positions, int):
             positions = torch.arange(positions, positions + hidden.size(1), device=hidden.device)
+        if x.starts is not None:  # each document counts its own
+            positions = positions - starts_at(x.starts, positions)  # [B, T]
         # What pads may be beyond the model's last position, and nothing sees it.
         positions = positions.clamp(max=self.wpe.num_embeddings - 1)
         return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x))
@@ -235,7 +242,7 @@ class Attention(Layer):
         first = self.shard * q.size(1)  # the number of its first head in the model
         p = attn.attn_dropout.p if self.training else 0.0
         attend = attention if x.positions is None else self.across_ranks
-        y = attend(q, k, v, mask, p, x.keys, self.weights_where, first)  # B H T E
+        y = attend(q, k, v, mask, p, x.keys, self.weights_where, first, x.starts)  # B H T E
         y = attn.c_proj(y.transpose(1, 2).flatten(2))  # B T C, as hidden
         return x._replace(hidden=x.hidden + self.drop(y, attn.resid_dropout.p, x))
 

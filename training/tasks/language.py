@@ -5,12 +5,21 @@
     sequence 1   d <|endoftext|> e f                            <|endoftext|> e f g
 
 Documents are joined, with an end token around each, and cut into sequences of equal length: only
-the last one is padded, and every token is predicted once per epoch. As in GPT-2 itself, a token can
-attend to earlier documents and sees the end token between them. To separate documents, every layout
-would have to carry an attention mask, with which the fused kernel computes all T^2 scores instead
-of half, and `transformers` would compute another function with the same weights.
+the last one is padded, and every token is predicted once per epoch. In a file of plain text the
+mark <|endoftext|> ends a document; in other files a row is one.
 
-Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+A sequence holds several documents, or a part of a long one. With --documents apart none sees
+another: a document begins with the end token before it, which predicts its first token, and ends
+with the end token behind it, which its last token predicts. So no target is lost, and none depends
+on another document; positions count from 0 in each (runtime/documents.py has the attention). A
+document that a sequence's end cuts begins anew in the next one. With --documents together, as in
+GPT-2 itself, a token attends to earlier documents and sees the end token between them.
+
+What the layers must know is the start of each position's document. The task finds it in the token
+ids, and it travels with them, as `Sequences.starts`, through stages, shards and recomputation.
+
+Papers: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; Krell et al.,
+"Efficient Sequence Packing without Cross-contamination", 2021.
 """
 
 from __future__ import annotations
@@ -23,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from training.launch.errors import UserError
 from training.launch.world import World
@@ -30,7 +41,7 @@ from training.launch.world import World
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .text_files import END
-from .tokens import TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, tokens_of, train_bpe
+from .tokens import AT_ONCE, TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, tokens_of, train_bpe
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
@@ -70,6 +81,14 @@ class LanguageTask(SequenceTask):
             ids = np.insert(ids, np.cumsum(lengths)[is_end], end)
             yield ids, [len(ids)]
 
+    def starts(self, ids: Tensor) -> Tensor | None:
+        """A document starts at the end token before it; or, if a row cuts it, with the row."""
+        if self.args.documents == "together":
+            return None
+        is_end = ids == self.tokenizer.convert_tokens_to_ids(END)
+        starts = torch.where(is_end, torch.arange(ids.size(1)), 0).cummax(1).values
+        return starts if starts.any() else None  # rows of one document are causal
+
     def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter. Without a validation split,
         the last tokens are held out for it."""
@@ -106,15 +125,29 @@ class LanguageTask(SequenceTask):
         return Score(math.exp(min(loss, 700)), generated)
 
     def _prompts(self) -> list[list[int]]:
-        """Sample prompts: beginnings of sequences of the validation split."""
+        """Sample prompts: beginnings of sequences of the validation split, without documents that
+        the last one there does not see."""
         room = min(PROMPT, self.args.model_max_length // 2)
         shown = islice(self.examples["validation"], SHOWN) if room else ()
-        return [[int(t) for t in example.ids[:room]] for example in shown]
+        prompts = [[int(t) for t in example.ids[:room]] for example in shown]
+        starts = [self.starts(torch.tensor([prompt])) for prompt in prompts]
+        first = [0 if of_prompt is None else int(of_prompt[0, -1]) for of_prompt in starts]
+        return [prompt[n:] for prompt, n in zip(prompts, first, strict=True)]
 
     def about_data(self) -> str:
-        """Sequences of each split."""
+        """Sequences of each split, and how its documents are told apart."""
         sizes = " / ".join(f"{len(examples):,}" for examples in self.examples.values())
-        return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
+        train, length = self.examples["train"], self.args.model_max_length
+        first = train.__getitems__(range(min(len(train), AT_ONCE // length or 1)))
+        ids: Any = np.concatenate([example.ids[1:] for example in first])
+        ends = np.flatnonzero(ids == self.tokenizer.convert_tokens_to_ids(END))
+        of_document = np.median(np.diff([-1, *ends]) if len(ends) else [len(ids)])
+        told = f"which {END} ends" if self.texts.source.in_pieces else "one in a row of the file"
+        see = "none sees another" if self.args.documents == "apart" else "each sees those before it"
+        return (
+            f"{sizes} sequences of {length} tokens to train / validate; documents, {told}, of "
+            f"{int(of_document):,} tokens (median): {see}"
+        )
 
     def scored_examples(self) -> list[Any]:
         """The sample prompts."""

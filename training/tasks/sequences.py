@@ -209,7 +209,7 @@ class SequenceTask(TrainingTask, ABC):
         for part in self._cut(mine, num_microbatches):
             ids, labels, weights = self._batch(part)
             targets = numbers_of_targets(weights)
-            x = Sequences(ids, targets, self._keys(part, drop))
+            x = Sequences(ids, targets, self._keys(part, drop), starts=self.starts(ids))
             parts.append(to_device((x, labels.flatten()[targets]), self.device))
         return mine, parts
 
@@ -220,6 +220,10 @@ class SequenceTask(TrainingTask, ABC):
             return stream(drop, "examples", *(example.number for example in examples))
         keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
         return torch.tensor(keys, dtype=torch.long)
+
+    def starts(self, ids: Tensor) -> Tensor | None:  # noqa: ARG002
+        """`Sequences.starts` of token ids [B, T]."""
+        return None
 
     def _batch(self, examples: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, labels and their weights, each [B, T], on the CPU."""
@@ -272,7 +276,8 @@ class SequenceTask(TrainingTask, ABC):
 
     def _validation_batch(self, examples: Sequence[Encoded]) -> tuple[Sequences, Tensor]:
         ids, labels, weights = self._batch(examples)
-        return to_device((Sequences(ids, weights), labels[weights != 0]), self.device)
+        x = Sequences(ids, weights, starts=self.starts(ids))
+        return to_device((x, labels[weights != 0]), self.device)
 
     def to_measure(self, x: Sequences, target: Tensor) -> Sequences:
         """With labels, for the head."""
