@@ -50,7 +50,7 @@ from planning.describe import (
 from planning.order import RankTimes
 from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
-from training.launch.errors import counted, refuse, say
+from training.launch.errors import UserError, counted, refuse, say
 from training.options import count, flag
 
 BAR = 30  # characters of a whole bar
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_plan(argv)
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, UserError) as error:
         refuse(f"plan.py: error: {error}\n")
 
 

@@ -74,6 +74,7 @@ def test_the_command_writes_what_runs(
     assert not path.exists()
     for words, wrong in (
         (f"{sizes} --memory 0.5", "--memory 0.5: every schedule holds more; 1 works"),
+        (f"{sizes} --times none", "none: there is no such folder; name the --workdir of a run"),
     ):
         with pytest.raises(SystemExit):
             main(words.split())
