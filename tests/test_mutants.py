@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from tests.mutants.table import ROOT, mutants
@@ -9,19 +11,19 @@ from tests.mutants.table import ROOT, mutants
 
 def test_every_text_is_there_once_and_every_test_exists(request: pytest.FixtureRequest) -> None:
     """Where a test has cases, of those that were collected."""
-    table, wrong = mutants(), []
+    table, wrong, text_of = mutants(), [], cache(lambda path: path.read_text("utf-8"))
     ids = {item.nodeid for item in request.session.items}
     cases = {name.partition("[")[0] for name in ids} if not request.config.option.keyword else set()
     for mutant in table:
         try:
-            mutant.applied_to((ROOT / mutant.file).read_text("utf-8"))
+            mutant.applied_to(text_of(ROOT / mutant.file))
         except (ValueError, OSError) as error:
             wrong.append(f"{mutant.said()}: {error}")
         for test in mutant.tests:
             file, _, name = test.partition("::")
             function, case, _ = name.partition("[")
             path = ROOT / file
-            there = path.is_file() and f"\ndef {function}(" in path.read_text("utf-8")
+            there = path.is_file() and f"\ndef {function}(" in text_of(path)
             if not there or (case and f"{file}::{function}" in cases and test not in ids):
                 wrong.append(f"{mutant.place}: there is no {test}")
     assert wrong == [] and len(table) >= 150

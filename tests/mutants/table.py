@@ -13,6 +13,7 @@ The table is in the text files of this folder, one for each package. In them
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ class Mutant:
         if not self.file.endswith(".py"):
             return wrong
         try:
-            compile(wrong, self.file, "exec", dont_inherit=True)
+            ast.parse(wrong)
         except SyntaxError as error:
             raise ValueError(f"it is no Python: {error}") from None
         return wrong
