@@ -182,3 +182,6 @@ ODD: Mapping[str, Callable[[], list[nn.Module]]] = {
     "a dropout in evaluation": lambda: [linear(), nn.Dropout(0.5).eval(), linear()],
     "computed again": lambda: [Again(), nn.Tanh(), Again()],
 }
+
+# The device without hardware has neither sparse tensors nor torch.func's.
+ON_DEVICES = [name for name in ODD if "sparse" not in name and name != "torch.func"]

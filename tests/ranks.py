@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -48,9 +48,9 @@ def server() -> Any:
     return mp.get_context("forkserver")
 
 
-def start_server() -> None:
+def start_server(libraries: Sequence[str] = LIBRARIES) -> None:
     """Forks it, where multiprocessing would start a Python that imports the libraries again."""
-    for library in LIBRARIES:
+    for library in libraries:
         importlib.import_module(library)
     torch.set_num_threads(1)  # a fork has no others
     gc.freeze()  # what the libraries hold is not searched for garbage any more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -179,7 +180,8 @@ def _put_distributed() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     init, new_group, backend_of = c10d.init_process_group, c10d.new_group, c10d.get_backend
-    names: dict[Any, str] = {}  # by group, where it is not its own
+    # By group, where it is not its own. A group that nobody else has ends, with its connections.
+    names = weakref.WeakKeyDictionary[Any, str]()
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)

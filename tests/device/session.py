@@ -32,7 +32,7 @@ def _serve(inbox: Connection) -> None:
 
     from tests.ranks import start_server  # imports torch
 
-    start_server()
+    start_server(["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
     faulthandler.enable()  # tells where every thread is, when aborted
     while True:
         try:

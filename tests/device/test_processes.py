@@ -6,6 +6,7 @@ alone. The layouts are rows of tests/equivalence.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from context_parallel.ring import Ring
 from data_parallel.fsdp import FullyShardedDataParallel
+from pipeline.processes.process import ProcessPipe
 from runtime.communicator import Communicator
 from runtime.dropout import mixed
 from runtime.mesh import GROUPS, make_mesh
@@ -30,7 +32,14 @@ from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
 from tests.equivalence.plain import plain
 from tests.equivalence.table import Row, find
-from tests.odd_layers import FEATURES, ODD, linear
+from tests.odd_layers import FEATURES, ODD, ON_DEVICES, linear
+from tests.pipeline.pipeline_models import (
+    assert_close,
+    in_one_process,
+    square_error,
+    take_gradients,
+)
+from tests.pipeline.test_plain_programs import sequences
 from tests.remote import on_device
 from training.checkpoint import Saver
 from training.launch.world import World
@@ -164,6 +173,33 @@ def odd_layers(rank: int, _: int, narrow: bool) -> dict[str, str]:
 def test_shards_of_odd_layers_on_devices(narrow: bool) -> None:
     """Memory that is gathered is freed between the passes, and views of it are notes."""
     wrong = ranks(2, NCCL).run(odd_layers, narrow)
+    assert wrong == [{}, {}], wrong
+
+
+def odd_stages(rank: int, _: int) -> dict[str, str]:
+    """The same layers in a pipeline of two processes, with a device each, by whole backwards and by
+    halves. What they compute again, they do inside of backward."""
+    torch.cuda.set_device(rank)
+    wrong, (x, y) = {}, sequences()
+    for kind in ON_DEVICES:
+        torch.manual_seed(0)
+        model = nn.Sequential(*ODD[kind]()).double()
+        expected = in_one_process(deepcopy(model), x.clone(), y)
+        half = len(model) // 2
+        try:
+            with ProcessPipe(model, (half, len(model) - half), f"cuda:{rank}") as pipe:
+                for schedule in ("1f1b", "zb"):
+                    loss = pipe.train_step(x, y, square_error, schedule, 3)
+                    own = take_gradients(pipe) | ({"loss": loss} if rank else {})
+                    assert_close(own, {name: expected[name] for name in own})
+        except BaseException as error:
+            wrong[kind] = repr(error)
+    return wrong
+
+
+@on_device
+def test_stages_of_odd_layers_on_devices() -> None:
+    wrong = ranks(2, NCCL).run(odd_stages)
     assert wrong == [{}, {}], wrong
 
 

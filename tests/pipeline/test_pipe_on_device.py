@@ -15,6 +15,7 @@ from pipeline.replicas import place_layers
 from runtime.graph import memory_of
 from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
+from tests.odd_layers import ON_DEVICES
 from tests.pipeline.pipeline_models import (
     STEPS,
     Step,
@@ -71,10 +72,11 @@ def test_every_entry_uses_the_newest_tied_weight() -> None:
         assert copy.cpu().equal(original.cpu())
 
 
-@pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs"])
+@pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs", *ON_DEVICES])
 @on_device
-def test_what_layers_hand_on_is_copied(name: str) -> None:
-    """One tensor at two places stays one, which gets both gradients."""
+def test_odd_layers_train_and_what_they_hand_on_is_copied(name: str) -> None:
+    """One tensor at two places stays one, which gets both gradients. What layers compute again,
+    they do inside of backward."""
     trains_as_in_plain_pytorch(name, ("cuda:0", "cuda:1"))
 
 
