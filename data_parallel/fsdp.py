@@ -165,7 +165,7 @@ class FullyShardedDataParallel:
         self.layers[-1].checkpoint = False  # its backward is next
         self._trained = [u for u in self.units if u.unit.trainable]
         slices = [x for u in self._trained for x in u.trained]
-        self.optimizer = make_with(make_optimizer, slices)
+        self.optimizer = make_with(make_optimizer, slices, self.device)
         self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode

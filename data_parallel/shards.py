@@ -346,10 +346,14 @@ def with_names(slices: Iterable[FlatSlice]) -> Named:
     return [(x.name, x.parameter) for x in slices if x.parameter is not None]
 
 
-def make_with(make_optimizer: MakeOptimizer, slices: Iterable[FlatSlice]) -> torch.optim.Optimizer:
+def make_with(
+    make_optimizer: MakeOptimizer, slices: Iterable[FlatSlice], device: torch.device
+) -> torch.optim.Optimizer:
     """The optimizer of slices. A rank that holds none has something empty: optimizers refuse an
     empty list."""
-    return make_optimizer(with_names(slices) or [("nothing", nn.Parameter(torch.empty(0)))])
+    return make_optimizer(
+        with_names(slices) or [("nothing", nn.Parameter(torch.empty(0, device=device)))]
+    )
 
 
 def first_value(

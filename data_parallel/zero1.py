@@ -133,7 +133,7 @@ class ShardedOptimizer:
         self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]
         self.buckets = GradientBuckets(self._parts, recorder)
         self.slices = [x for bucket in self._parts for x in bucket.trained]
-        self.optimizer = make_with(make_optimizer, self.slices)
+        self.optimizer = make_with(make_optimizer, self.slices, self._parts[0].shard.device)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     @torch.no_grad()

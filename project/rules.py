@@ -70,6 +70,9 @@ def settled(args: O) -> O:
         narrow = args.n_embd is not None and args.n_embd <= 512 and model in PRESETS
         rate = RATES.get(model) or (1e-3 if narrow else 1e-4)
         rate *= SGD_FACTOR if args.optimizer == "sgd" else 1
+    momentum = args.momentum
+    if momentum is None:
+        momentum = 0.95 if args.optimizer == "muon" else 0.9
     sizes: dict[str, Any] = {}
     for name, size in SPLIT_SIZES.items():
         # Of any text, since it is validated after every epoch.
@@ -80,7 +83,7 @@ def settled(args: O) -> O:
     if timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
         timeline = STEPS_RECORDED if kind == "cpu" else 0
     return replace(
-        args, model=model, learning_rate=rate, **sizes, timeline=timeline,
+        args, model=model, learning_rate=rate, momentum=momentum, **sizes, timeline=timeline,
         keep=args.keep or int(args.check_weights),  # it compares what is saved
     )  # fmt: skip
 
@@ -120,10 +123,13 @@ def rules(args: Options) -> Iterator[Rule]:
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
     ]  # fmt: skip
-    if args.optimizer != "sgd":
-        yield from without_effect(args, "momentum", "only --optimizer sgd has it", LEAVE)
-    else:
-        yield from without_effect(args, "weight_decay betas eps", "only AdamW has it", LEAVE)
+    if args.optimizer == "adamw":
+        yield from without_effect(args, "momentum", "AdamW has --betas", LEAVE)
+    if args.optimizer == "sgd":
+        rule = "sgd has a momentum alone"
+        yield from without_effect(args, "weight_decay betas eps", rule, LEAVE)
+    if args.optimizer != "muon":
+        yield from without_effect(args, "adamw_lr", "only --optimizer muon has another", LEAVE)
     if args.lr_scheduler != "wsd":
         yield from without_effect(args, "decay_steps", "only --lr_scheduler wsd has it", LEAVE)
     yield (
@@ -135,6 +141,10 @@ def rules(args: Options) -> Iterator[Rule]:
         yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
                f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
     if args.model == VGG:
+        yield (
+            "optimizer", args.optimizer != "muon",
+            f"it is for matrices of GPT-2's blocks, and {VGG} has none", "--optimizer adamw works",
+        )  # fmt: skip
         rule = f"{VGG}, the default model, learns pictures"
         yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
 

@@ -20,7 +20,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.command_line import begin, parse_options
 from project.strategies import STRATEGIES
-from runtime.axes import AXES, FACTORS, named, ranks_of
+from runtime.axes import AXES, FACTORS, LAYER_AXES, named, ranks_of
 from training.options import (
     UNSET,
     VGG,
@@ -133,7 +133,8 @@ def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
     args = setup.args
     if STRATEGIES[args.strategy].whole and args.ep == 1:
         return Replicated(task, world, setup)
-    mesh = make_mesh(ranks_of(vars(args)), args.timeout)
+    more = [LAYER_AXES] if args.optimizer == "muon" else []  # they make matrices whole
+    mesh = make_mesh(ranks_of(vars(args)), args.timeout, more)
     return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
 
 

@@ -37,6 +37,7 @@ DATA_AXES = ("dp", "shards", "ep", "cp")  # whose losses and gradients add up
 EXPERT_AXES = ("dp", "shards", "cp")  # whose ranks have the same experts
 SHARD_AXES = ("shards", "ep", "cp")  # whose ranks may share one copy of the model
 EXPERT_SHARD_AXES = ("shards", "cp")  # and one of their experts
+LAYER_AXES = ("dp", "shards", "ep", "cp", "tp")  # whose ranks have the same layers, or pieces
 FACTORS = ("dp", "cp", "pp", "tp")  # whose options multiply to the number of ranks
 SELDOM = ("shards", "ep", "cp")  # which are left unsaid where they have one rank
 

@@ -73,12 +73,15 @@ class Mesh:
         return self.places[(axes,) if isinstance(axes, str) else axes]
 
 
-def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
+def make_mesh(
+    ranks: Mapping[str, int], timeout: float, more: Sequence[tuple[str, ...]] = ()
+) -> Mesh:
     """All ranks must call it together.
 
     Args:
         ranks: their number on each axis; 1 on an axis that is left out.
         timeout: seconds a rank waits for the others in a collective.
+        more: further axes whose ranks meet in one group, beside those of `GROUPS`.
 
     Raises:
         ValueError: the axes do not make up the number of ranks, or one is unknown.
@@ -89,11 +92,11 @@ def make_mesh(ranks: Mapping[str, int], timeout: float) -> Mesh:
         product = axes_in_words(sizes(**ranks))
         raise ValueError(f"{product} is not the number of ranks, {world_size}")
     if world_size == 1:
-        return Mesh(dict.fromkeys(GROUPS, Axis()))
+        return Mesh(dict.fromkeys([*GROUPS, *more], Axis()))
     mesh, places = torch.arange(world_size).view(shape), {}
     messages: Sequence[dist.ProcessGroup] = ()
     groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
-    for axes in GROUPS:
+    for axes in [*GROUPS, *more]:
         meeting = [dim for dim, axis in enumerate(AXES) if axis in axes]
         apart = [dim for dim, axis in enumerate(AXES) if axis not in axes]
         size = math.prod(shape[dim] for dim in meeting)

@@ -182,12 +182,15 @@ def plain_steps(
     """
     by_name = dict(named)
     parameters = list(by_name.values())
+    of_blocks = {n: p for n, p in by_name.items() if args.optimizer == "muon" and is_of_block(n)}
+    means = {name: torch.zeros_like(p) for name, p in of_blocks.items()}
+    others = {name: p for name, p in by_name.items() if name not in of_blocks}
     optimizer: torch.optim.Optimizer
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, momentum=args.momentum)
     else:
-        vectors = [p for name, p in by_name.items() if p.dim() == 1 or name.endswith("bias")]
-        matrices = [p for p in parameters if all(p is not vector for vector in vectors)]
+        vectors = [p for name, p in others.items() if p.dim() == 1 or name.endswith("bias")]
+        matrices = [p for p in others.values() if all(p is not vector for vector in vectors)]
         optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": args.weight_decay},
@@ -197,16 +200,47 @@ def plain_steps(
             eps=args.eps,
         )
     for step, loss in enumerate(losses):
-        optimizer.zero_grad()
+        for p in parameters:
+            p.grad = None
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         updates = bool(loss.isfinite() and norm.isfinite())
         yield loss.item(), updates
         if updates:
             nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+            rate = plain_rate(args, step, total)
             for group in optimizer.param_groups:
-                group["lr"] = plain_rate(args, step, total)
+                group["lr"] = rate * ((args.adamw_lr or args.learning_rate) / args.learning_rate)
             optimizer.step()
+            for name, p in of_blocks.items():
+                plain_muon(args, rate, name, p, means[name])
+
+
+def is_of_block(name: str) -> bool:
+    """Whether a parameter is a matrix of a block, or several."""
+    return ".h." in name and not any(word in name for word in ("bias", "ln_", "router"))
+
+
+@torch.no_grad()
+def plain_muon(args: Options, rate: float, name: str, p: nn.Parameter, mean: Tensor) -> None:
+    """Muon's update of a parameter by its gradient, and of the mean of gradients. Where Muon
+    multiplies matrices, this changes their singular values."""
+    if p.grad is None:
+        return
+    mean.mul_(args.momentum).add_(p.grad, alpha=1 - args.momentum)
+    ahead = args.momentum * mean + (1 - args.momentum) * p.grad
+    p.mul_(1 - rate * args.weight_decay)
+    cut = (
+        (lambda t: t.unbind(0))
+        if p.dim() == 3
+        else (lambda t: t.chunk(3 if "c_attn" in name else 1, 1))
+    )
+    for weight, matrix in zip(cut(p), cut(ahead), strict=True):
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        values = values / values.norm().clamp(min=1e-7)
+        for _ in range(5):
+            values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+        weight.sub_(0.2 * max(matrix.shape) ** 0.5 * rate * (left * values) @ right)
 
 
 class Plain:

@@ -85,7 +85,7 @@ def training_state(model: LaidOutModel) -> list[Held]:
     """The weights and the optimizer state that this rank holds."""
     state = _weights(model)
     for optimizer in model.optimizers:
-        for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
+        for p, slots in optimizer.state.items():  # p: a parameter, or a slice of one
             state += _state(model, p, slots)
     return state
 
@@ -95,10 +95,8 @@ def _weights(model: LaidOutModel) -> list[Held]:
 
 
 def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Held]:
-    """The optimizer state of one of this rank's parameters or flat shards. A flat shard's number is
-    saved for each parameter in it."""
+    """The optimizer state of one of this rank's parameters or slices."""
     rectangles = [x for x in model.held if x.parameter is p and x.tensor.numel()]
-    numbers = sorted({x.name for x in rectangles})
     state = []
     for slot, value in slots.items():
         if value.dim():
@@ -107,7 +105,7 @@ def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[
                 for x in rectangles
             ]
         else:
-            state += [Held.whole(f"optimizer.{slot}.{name}", value) for name in numbers]
+            state += [Held.whole(f"optimizer.{slot}.{x.name}", value) for x in rectangles[:1]]
     return state
 
 
@@ -118,18 +116,21 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
         CheckpointError: on all ranks, if they are of another model.
     """
     stored = checkpoint.tensors
-    slots = {name.split(".")[1]: t for name, t in stored.items() if name.startswith("optimizer.")}
+    slots: dict[str, dict[str, Any]] = defaultdict(dict)  # by parameter
+    for name, t in stored.items():
+        kind, _, of_parameter = name.partition(".")
+        if kind == "optimizer":
+            slot, _, parameter = of_parameter.partition(".")
+            slots[parameter][slot] = t
+    names = {x.parameter: x.name for x in model.held if x.parameter is not None}
     wanted = _weights(model)
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                blank = _blank(p, slots, group.get("fused"))
-                state = [x for x in _state(model, p, blank) if x.name in stored]
-                # A parameter that never had a gradient has no saved state, and gets none: a step of
-                # 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
-                if state:
-                    optimizer.state[p] = blank
-                    wanted += state
+                # One that never had a gradient has no saved state, and gets none.
+                if p in names and (saved := slots.get(names[p])):
+                    optimizer.state[p] = _blank(p, saved, group.get("fused"))
+                    wanted += _state(model, p, optimizer.state[p])
     saver.load(checkpoint, wanted)
     model.loaded()
 

@@ -37,6 +37,7 @@ from training.options import Options
 
 from .launch.errors import RunError, UserError, counted, works
 from .launch.world import World
+from .muon import Muon, is_matrix_of_block
 from .tasks.task import to_device
 
 WARMUP = 20  # steps, where nobody says how many
@@ -253,7 +254,7 @@ class GlobalOptimizer:
         elif gradients and factor < 1:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
-            group["lr"] = self.rate
+            group["lr"] = self.rate * group.get("times", 1.0)
         self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -286,14 +287,22 @@ def make_optimizer(
     named = list(parameters)  # an iterator would be used up
     if args.optimizer == "sgd":
         return torch.optim.SGD([p for _, p in named], args.learning_rate, momentum=args.momentum)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named if decays(name)], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
-    ]
+    of_muon = args.optimizer == "muon"
+    matrices = [p for name, p in named if of_muon and is_matrix_of_block(name)]
+    others = [(name, p) for name, p in named if not (of_muon and is_matrix_of_block(name))]
     beta1, beta2 = map(float, args.betas.split(","))
-    return torch.optim.AdamW(
-        groups, args.learning_rate, betas=(beta1, beta2), eps=args.eps, fused=True
-    )
+    adamw: dict[str, Any] = {"betas": (beta1, beta2), "eps": args.eps}
+    if of_muon and args.adamw_lr is not None:
+        adamw["times"] = args.adamw_lr / args.learning_rate
+    decay = args.weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in others if decays(name)], "weight_decay": decay, **adamw},
+        {"params": [p for name, p in others if not decays(name)], "weight_decay": 0.0, **adamw},
+    ]
+    if of_muon:
+        dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(args.precision, torch.float32)
+        return Muon(matrices, groups, args.learning_rate, decay, args.momentum, dtype)
+    return torch.optim.AdamW(groups, args.learning_rate, fused=True)
 
 
 def usual_warmup(args: Options, steps_per_epoch: int) -> int:

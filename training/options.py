@@ -113,6 +113,15 @@ class Training:
     warmup_steps: Whole = 0
     """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
     shorter run"""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon (GPT-2): replaces the momentum of every matrix of a block by the nearest orthogonal
+    matrix, which moves all its directions alike; AdamW does the rest. With --check_weights prefer
+    sgd: AdamW hides gradients that are scaled by a constant"""
+    momentum: Fraction = UNSET
+    """what sgd and muon keep of their mean of gradients in each step; default: 0.9 and 0.95"""
+    adamw_lr: Positive | None = None
+    """peak rate, under muon, of what AdamW updates: embedding, head, router, biases, norms;
+    default: --learning_rate"""
     weight_decay: Coefficient = 0.01
     """each step shrinks every matrix by this times the learning rate; biases and norms never
     shrink. GPT-2's recipes have 0.1"""
@@ -301,10 +310,6 @@ class Axes:
     """data-parallel ranks that share one copy under --zero; further ranks hold copies of their own,
     and only gradients of shards go there: for hosts that are joined by a slow network, as many as a
     host has ranks; default: all"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """with --check_weights prefer sgd: AdamW hides gradients that are scaled by a constant"""
-    momentum: Fraction = 0.9
-    """momentum of sgd"""
     vgg_width: Count = 64
     """channels of the first layers of vgg16; later layers have up to 8 times as many"""
     check_weights: bool = False

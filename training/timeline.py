@@ -148,7 +148,7 @@ class Timeline:
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on any thread and on the device of its parameters."""
-        device = optimizer.param_groups[0]["params"][0].device
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
         recorded = acting(self, "optimizer", stage, device=device)
         optimizer.step = recorded(optimizer.step)  # type: ignore[method-assign]
 

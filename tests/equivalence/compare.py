@@ -129,7 +129,8 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     options, task = row.problem.options, row.problem.task(world, dtype)
     asked: dict[str, Any] = {"num_microbatches": row.num_microbatches, "recompute": row.recompute}
     asked["precision"] = PRECISIONS[dtype]
-    setup = Setup(replace(options, **asked), partial(make_optimizer, options))
+    args = replace(options, **asked)
+    setup = Setup(args, partial(make_optimizer, args))
     with sharing(row.share_memory):
         model = row.build(task, world, setup)
         recipe = Recipe(options, task.steps_per_epoch)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ class Problem:
     num_examples: int = 16
     batch_size: int = 8
     max_grad_norm: float | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -62,8 +63,9 @@ class Problem:
         return TrainOptions(
             batch_size=self.batch_size, learning_rate=LEARNING_RATE, lr_scheduler="cosine",
             warmup_steps=WARMUP, num_batches=DECAY, max_grad_norm=self.max_grad_norm,
-            on_nan="skip", optimizer="adamw", seed=SEED, eps=EPS, betas="0.8,0.95",
-            weight_decay=0.3, min_lr=LEARNING_RATE / 10,
+            on_nan="skip", optimizer=self.optimizer, seed=SEED, eps=EPS, betas="0.8,0.95",
+            weight_decay=0.3, min_lr=LEARNING_RATE / 10, momentum=0.9,
+            adamw_lr=2 * LEARNING_RATE if self.optimizer == "muon" else None,
         )  # fmt: skip
 
     def batches(self, epoch: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeline.schedules.written import write_schedule
-from runtime.axes import ranks_of
+from runtime.axes import LAYER_AXES, ranks_of
 from runtime.mesh import make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from tests.pipeline.schedules.drawn import drawn
@@ -117,7 +117,10 @@ def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
     """A rank per stage, or per `chunks` of them; m micro-batches."""
     options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
     return lambda task, world, setup: Staged(
-        task, world, having(setup, cut, **options), make_mesh({"pp": world.world_size}, 60.0)
+        task,
+        world,
+        having(setup, cut, **options),
+        make_mesh({"pp": world.world_size}, 60.0, [LAYER_AXES]),
     )
 
 
@@ -141,7 +144,8 @@ def mesh(
         ranks = ranks_of(
             {"dp": dp, "shards": shards, "ep": ep, "cp": cp, "pp": pp, "tp": tp, "zero": zero}
         )
-        places = make_mesh(ranks, 60.0)
+        more = [LAYER_AXES] if setup.args.optimizer == "muon" else []
+        places = make_mesh(ranks, 60.0, more)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         asked = having(
             setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
@@ -561,9 +565,48 @@ def _experts() -> Iterator[Row]:
         yield Row(name, 4, mesh(4, 1, 1, ep=4, zero=zero), alone, 100)
 
 
+def _muon() -> Iterator[Row]:
+    """Matrices that are whole, cut and in pieces."""
+    problem = Sentences(
+        22, n_layer=3, n_head=4, vocabulary=67, max_grad_norm=1.0, positions=40, optimizer="muon"
+    )
+    routed = replace(ROUTED, dropout=0.0, optimizer="muon")
+    layouts: dict[str, tuple[int, Build, Sentences]] = {
+        "single-muon": (1, replicated(), problem),
+        "single-experts-muon": (1, replicated(), routed),
+        "ddp2-muon": (2, replicated(), problem),
+        "ddp3-gloo-muon": (3, replicated(), problem),
+        "threads2-zb-muon": (1, threads((3, 5), "zb", 3), problem),
+        "blocks2-muon": (1, blocks(2, 3), problem),
+        "pipeline2-1f1b-muon": (2, staged((3, 5), "1f1b", 3), problem),
+        "pipeline2-zbv-muon": (2, staged((3, 2, 1, 2), "zbv", 3, 2), problem),
+        **{f"fsdp2-zero{z}-muon": (2, sharded(z), problem) for z in (1, 2, 3)},
+        "fsdp3-zero3-gloo-muon": (3, sharded(3), problem),
+        "mesh2-1x1x2-muon": (2, mesh(1, 1, 2), problem),
+        "mesh2-2x1x1-muon": (2, mesh(2, 1, 1), problem),
+        "mesh4-2x1x2-zero1-muon": (4, mesh(2, 1, 2, zero=1), problem),
+        "mesh4-2x1x2-zero3-muon": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), problem),
+        "mesh4-1x2x2-muon": (4, mesh(1, 2, 2, "zb"), problem),
+        "mesh4-2x2x1-zero1-muon": (4, mesh(2, 2, 1, zero=1), problem),
+        "mesh8-2x2x2-zero1-muon": (8, mesh(2, 2, 2, zero=1), problem),
+        "context2-ring-muon": (2, mesh(1, 1, 1, cp=2), problem),
+        "context2-ring-zero3-muon": (2, mesh(1, 1, 1, cp=2, zero=3), problem),
+        "mesh2-ep2-muon": (2, mesh(2, 1, 1, ep=2), routed),
+        "mesh4-dp4-ep2-zero1-muon": (4, mesh(4, 1, 1, ep=2, zero=1), routed),
+        "mesh4-dp4-ep2-zero3-muon": (4, mesh(4, 1, 1, ep=2, zero=3), routed),
+        "hybrid4-shards2-zero1-muon": (4, mesh(4, 1, 1, zero=1, shards=2), problem),
+        "hybrid4-shards2-zero3-gloo-muon": (4, mesh(4, 1, 1, zero=3, shards=2), problem),
+    }
+    for name, (ranks, build, trained) in layouts.items():
+        yield Row(name, ranks, build, trained, 2)
+        if name in ("single-muon", "fsdp2-zero3-muon", "mesh4-2x1x2-zero1-muon"):
+            yield Row(f"{name}-resumed", ranks, build, trained, 2, "resumed run")
+            yield Row(f"{name}-twice", ranks, build, trained, 2, "second run")
+
+
 PARTS = (
     _whole_models, _shards, _stages, _chunks, _meshes, _contexts, _documents, _replicas_of_shards,
-    _same_bits, _recomputed, _experts,
+    _same_bits, _recomputed, _experts, _muon,
 )  # fmt: skip
 TABLE = tuple(row for part in PARTS for row in part())
 

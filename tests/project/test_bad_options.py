@@ -95,8 +95,10 @@ train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_
 train context --num_workers 3 --attention heads --model gpt2-mini => 4 heads must be dealt out
 train 3d --cp 2 --tp 4 --attention heads --model gpt2-mini => 1 head must be dealt out evenly over
 # without effect
-train ddp --momentum 0.5 => only --optimizer sgd has it
-train ddp --optimizer sgd --betas 0.9,0.95 => only AdamW has it; leave it out
+train ddp --momentum 0.5 => AdamW has --betas; leave it out
+train ddp --optimizer sgd --betas 0.9,0.95 => sgd has a momentum alone; leave it out
+dp --adamw_lr 1e-3 => only --optimizer muon has another; leave it out
+train ddp --optimizer muon => matrices of GPT-2's blocks, and vgg16 has none; --optimizer adamw
 dp --decay_steps 5 => only --lr_scheduler wsd has it; leave it out
 dp --learning_rate 1e-3 --min_lr 2e-3 => a decay goes down; --min_lr 0.0001 works
 train ddp --n_layer 2 => the default model, learns pictures; --model gpt2-mini has it

@@ -174,7 +174,7 @@ EXPLAINED = {
 OTHERS = ("generate", "plot timeline", "plan search")
 # Words that would be of other programs.
 FOREIGN = {
-    DP: "vgg16 sgd stages fsdp", PP: "vgg16 sgd rank ranks ddp", "train tensor": "--chunks --dp",
+    DP: "vgg16 stages fsdp", PP: "vgg16 rank ranks ddp", "train tensor": "--chunks --dp",
     "train ddp": "--zero --pp", "train fsdp": "--schedule --tp",
 }  # fmt: skip
 

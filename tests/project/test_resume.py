@@ -279,7 +279,7 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
 
 def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the unit that is typed; 6 steps of 4 an epoch are two epochs at least."""
-    options = {"strategy": "ddp", "num_batches": 7, "n_epochs": 5, "optimizer": "sgd"}
+    options = {"strategy": "ddp", "num_batches": 7, "n_epochs": 5, "vgg_width": 32}
     state = {"steps": 6, "steps_per_epoch": 4, "options": options}
     found = Checkpoint(Path("c"), state, None)
     monkeypatch.setattr("training.resume.newest", lambda _: (found, []))
@@ -291,7 +291,7 @@ def test_how_long_a_resumed_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert resumed("").num_batches == 7
     # What cannot be typed here is not taken.
-    with pytest.raises(UserError, match="saved with --optimizer sgd; keep that, in a program that"):
+    with pytest.raises(UserError, match="saved with --vgg_width 32; keep that, in a program that"):
         find_resume(parse("run_data_parallel --resume --workdir work"))
     assert resumed("--n_epochs 2").num_batches is None
     for short in ("n_epochs 1", "num_batches 5"):

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
+from training.muon import Muon
 from training.optimization import GlobalOptimizer, Recipe, make_optimizer
 from training.options import Options
 from training.timeline import OFF, Timeline, clock_offset
@@ -238,8 +239,21 @@ class LaidOutModel(ABC):
         """The parameters whose gradients this rank adds to the global norm."""
         return parameters_of(x for x in self.held if x.counts)
 
+    @property
+    def layer_ranks(self) -> Any:
+        """A communicator of the ranks that have the same layers, or pieces of them; None: of this
+        rank alone."""
+        return None
+
+    def arrange_optimizers(self) -> None:
+        """Says who computes what, where an optimizer needs whole matrices."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
+
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """What updates the weights that are held, on all ranks together."""
+        self.arrange_optimizers()
         return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
 
     def check_replicas(self, when: str) -> None:

@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.shards import FlatSlice
-from runtime.axes import BATCH_AXES, DATA_AXES, EXPERT_AXES, EXPERT_SHARD_AXES, SHARD_AXES
+from runtime.axes import (
+    BATCH_AXES,
+    DATA_AXES,
+    EXPERT_AXES,
+    EXPERT_SHARD_AXES,
+    LAYER_AXES,
+    SHARD_AXES,
+)
+from runtime.communicator import Communicator
 from runtime.mesh import Axis, Mesh
 from runtime.waits import control_device
 from training.launch.world import World
@@ -51,6 +59,12 @@ class MeshLayout(LaidOutModel):
         self.mask_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
         self.forward_ranks: Axis = mesh["ep"]
         self.cut_task = cut_task(task, setup, mesh)  # on the meta device: no memory
+
+    @property
+    def layer_ranks(self) -> Communicator | None:
+        """All but those of other stages."""
+        group = self.mesh[LAYER_AXES].group
+        return Communicator(group) if group is not None else None
 
     @property
     def sentences(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -21,6 +22,7 @@ from data_parallel.gradients import (
     average_gradients,
     average_gradients_flat,
 )
+from runtime.communicator import Communicator
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -83,6 +85,11 @@ class Replicated(LaidOutModel):
                 self.net, bucket_bytes=size, recorder=setup.timeline,
                 comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
             )  # fmt: skip
+
+    @property
+    def layer_ranks(self) -> Communicator | None:
+        """All ranks."""
+        return Communicator(dist.group.WORLD) if self.dp_size > 1 else None
 
     def average_gradients(self, module: nn.Module | None) -> None:
         """Over the ranks. The loop passes the module (the course's contract)."""

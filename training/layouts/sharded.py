@@ -55,6 +55,7 @@ class Sharded(MeshLayout):
 
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """What updates the shards."""
+        self.arrange_optimizers()
         return OptimizerOfShards(self.fsdp, recipe, self.world, counted=self.counted)
 
     def backward(self, step: Step) -> Tensor:

@@ -94,6 +94,7 @@ class StagesInThreads(_InOneProcess):
 
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """All stages update at the same time."""
+        self.arrange_optimizers()
         return OptimizerOnWorkers(
             self.pipe, self.optimizers, recipe, self.world, counted=self.counted
         )

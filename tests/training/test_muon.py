@@ -1,0 +1,144 @@
+"""Muon: whose pieces are whose, who computes what, and torch's own beside it. (That every layout is
+one process: tests/equivalence.)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.equivalence.compare import KINDS, Found, compare, laid_out, same_places
+from tests.equivalence.plain import plain
+from tests.equivalence.problems import Sentences
+from tests.equivalence.table import find
+from tests.ranks import end_groups
+from tests.remote import on_ranks
+from training.launch.world import World
+from training.layouts.layout import Held
+from training.muon import Muon, Piece, is_matrix_of_block, owners_of, pieces_of
+from training.results import NOTHING_YET
+from training.resume import NO_RESUME, Saving, find_resume
+
+CPU = torch.device("cpu")
+
+
+def made(weights: dict[str, torch.Tensor], dtype: torch.dtype, decay: float = 0.1) -> Muon:
+    """Muon of these weights alone, in one process."""
+    parameters = [nn.Parameter(weight.clone()) for weight in weights.values()]
+    muon = Muon(parameters, [{"params": []}], 0.02, decay, 0.95, dtype)
+    held = [Held.whole(name, p) for name, p in zip(weights, parameters, strict=True)]
+    muon.arrange(held, CPU)
+    return muon
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_in_bf16_it_is_that_of_torch(shape: tuple[int, int]) -> None:
+    """Whose products are bf16 whatever the weights are. The same steps of the same matrices, up to
+    rounding: 2^-9 of an element in each of 15 products, and a few times that in the update."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    muon = made({"h.0.mlp.c_fc.weight": weight}, torch.bfloat16)
+    theirs = nn.Parameter(weight.clone())
+    beside = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    (ours,) = muon.param_groups[0]["params"]
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        muon.step()
+        beside.step()
+    moved = (theirs - weight).norm()
+    assert (ours - theirs).norm() < 0.02 * moved and moved > 0.05
+    assert [*muon.state[ours]] == [*beside.state[theirs]] == ["momentum_buffer"]
+
+
+def test_query_key_value_and_every_expert_are_matrices_of_their_own() -> None:
+    """Another gradient of one moves no other: its size would, in one matrix of all of them."""
+    torch.manual_seed(0)
+    for name, shape in (("attn.c_attn.weight", (4, 12)), ("experts.c_proj.weight", (3, 4, 4))):
+        moved = []
+        for size in (1.0, 100.0):
+            muon = made({name: torch.zeros(shape)}, torch.float64, decay=0.0)
+            (p,) = muon.param_groups[0]["params"]
+            p.grad = torch.arange(48.0).view(shape).sin()
+            first = p.grad[:, :4] if p.dim() == 2 else p.grad[0]
+            first.mul_(size).add_(torch.eye(4) * (size - 1))
+            muon.step()
+            moved.append(p.detach()[:, 4:] if p.dim() == 2 else p.detach()[1:])
+        torch.testing.assert_close(*moved, rtol=0, atol=0)
+
+
+def test_it_has_the_matrices_of_blocks_and_nothing_else() -> None:
+    names = dict(Sentences(experts=2).task(World(), torch.float32).skeleton().named_parameters())
+    of_muon = {name.partition(".h.")[2][2:] for name in names if is_matrix_of_block(name)}
+    assert of_muon == {
+        "attn.c_attn.weight", "attn.c_proj.weight", "mlp.experts.c_fc.weight",
+        "mlp.experts.c_proj.weight",
+    }  # fmt: skip
+
+
+def test_the_pieces_of_a_rectangle() -> None:
+    """Of c_attn [4, 12]: rows 1 and 2, columns 3 to 9, are of query, key and value."""
+    whole = torch.arange(48.0).view(4, 12)
+    x = Held("attn.c_attn.weight", whole[1:3, 3:10], (1, 3), (4, 12))
+    pieces = pieces_of(x)
+    assert [(p.matrix[1], p.rows, p.columns) for p in pieces] == [
+        (0, (1, 3), (3, 4)), (1, (1, 3), (0, 4)), (2, (1, 3), (0, 2)),
+    ]  # fmt: skip
+    for piece, place in pieces.items():
+        of_matrix = whole.chunk(3, 1)[piece.matrix[1]][piece.place]
+        assert torch.equal(x.tensor[place], of_matrix) and of_matrix.shape == piece.shape
+    experts = Held("experts.c_fc.weight", torch.zeros(2, 3, 4), (1, 0, 0), (4, 3, 4))
+    assert [p.matrix[1] for p in pieces_of(experts)] == [1, 2]
+
+
+def test_the_work_is_dealt_out_evenly_and_to_those_that_hold_it() -> None:
+    sizes = {(f"w{k}", 0): (4, 16) if k < 4 else (4, 4) for k in range(12)}
+    work = {m: min(size) ** 2 * (2 * max(size) + min(size)) for m, size in sizes.items()}
+
+    def pieces(matrices: Any) -> list[Piece]:
+        return [Piece(m, (0, sizes[m][0]), (0, sizes[m][1])) for m in matrices]
+
+    def loads(owners: Any) -> list[int]:
+        total: Counter[int] = Counter()
+        for matrix, rank in owners.items():
+            total[rank] += work[matrix]
+        return [total[rank] for rank in sorted(total)]
+
+    everything = owners_of(sizes, [pieces(sizes)] * 4)  # as under data parallelism
+    assert loads(everything) == [sum(work.values()) / 4] * 4
+    apart = [[m for k, m in enumerate(sizes) if k % 2 == rank] for rank in range(2)]
+    assert owners_of(sizes, [*map(pieces, apart)]) == {
+        matrix: rank for rank, of_rank in enumerate(apart) for matrix in of_rank
+    }
+    crowded = owners_of(sizes, [pieces(sizes), []])  # who holds all does not compute all
+    assert loads(crowded) == [sum(work.values()) / 2] * 2
+
+
+@on_ranks(2)
+def test_a_run_goes_on_under_any_other_layout(rank: int, world_size: int) -> None:
+    """A step under each of four, every one from the checkpoint of the one before: momentum is saved
+    by name and place, whoever held it."""
+    names = ["ddp2-muon", "fsdp2-zero3-muon", "mesh2-1x1x2-muon", "fsdp2-zero1-muon"]
+    world, found = World(rank, world_size), Found()
+    with TemporaryDirectory() as own:
+        workdir = Path(world.gather(own)[0])
+        for row in map(find, names):
+            args = replace(row.problem.options, workdir=workdir, resume=True)
+            with laid_out(row, world, torch.float64) as training:
+                saving = Saving(world, args, training.task, training.model, training.optimizer)
+                saving.restore(find_resume(args) if found else NO_RESUME)
+                before = {key: value for key, value in found.items() if key[0] != "weight"}
+                found = before | training.run(1)
+                saving.save(0, replace(NOTHING_YET, steps=training.optimizer.steps))
+            end_groups()
+    reference = plain(find(names[0]).problem, len(names), torch.float64)
+    differences = compare(found, same_places(reference, found), reference, "")
+    assert {*differences} == {*KINDS} and max(d.value for d in differences.values()) < 1e-10
