@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from runtime import documents, dropout
 from runtime.dropout import attention
 from tests.plain_gpt2 import build_model
+from training.tasks.experts import LanguageWithExperts
 from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers
 from training.tasks.language import LanguageTask
 
@@ -38,6 +39,7 @@ def test_a_document_starts_at_its_end_token_or_with_the_row() -> None:
     ids = torch.tensor([[5, 6, END, 7, 8, END], [END, 5, 6, 7, 8, 9]])
     found = starts_of(ids)
     assert found is not None and found.tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+    assert LanguageWithExperts.starts is LanguageTask.starts
     assert starts_of(ids[1:]) is None and starts_of(ids, "together") is None
 
 
