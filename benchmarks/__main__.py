@@ -16,7 +16,7 @@ import importlib
 
 NAMES = (
     "data_parallel", "pipeline", "tensor", "context", "experts", "programs", "generation",
-    "recompute", "optimizer", "plan", "data", "documents",
+    "recompute", "optimizer", "plan", "data", "documents", "memory",
 )  # fmt: skip
 
 

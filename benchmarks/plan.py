@@ -93,13 +93,18 @@ def measure(command: str, pairs: Path, folder: Path) -> tuple[list[float], float
     return [step["seconds"] for step in steps[2:]], bubble, memory, vocabulary
 
 
-def of_threads(found: PricedStep) -> float:
-    """GiB of one process whose threads have all stages."""
-    own = found.machine.reserve_gb
+def imported() -> float:
+    """GiB of a process that has imported what it needs, and has not trained."""
     read = subprocess.run(
         [sys.executable, "-c", READER], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return int(read.stdout) / 2**20 + sum(sum(m) / GIB - own + KEPT for m in found.memory)
+    return int(read.stdout) / 2**20
+
+
+def of_threads(found: PricedStep) -> float:
+    """GiB of one process whose threads have all stages."""
+    own = found.machine.reserve_gb
+    return imported() + sum(sum(m) / GIB - own + KEPT for m in found.memory)
 
 
 def say_errors(rows: Sequence[Row]) -> None:

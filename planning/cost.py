@@ -20,7 +20,16 @@ from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import BACKWARD, Action
 
 from .describe import BYTES, Layout, Machine, Model
-from .passes import Pass, Passes, activations, costs, gradient_bytes, group, over_nodes
+from .passes import (
+    Pass,
+    Passes,
+    activations,
+    cached_by_block,
+    costs,
+    gradient_bytes,
+    group,
+    over_nodes,
+)
 from .simulate import CAUSES, Simulator, Work, with_times
 
 # Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
@@ -51,7 +60,7 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float
     activations: float
-    working: float  # of one block that is computed again, of the loss, of gathered parameters
+    working: float  # of one block that is computed again, the loss, what is gathered, evaluation
     reserve: float  # the framework's own, and buffers of collectives
 
 
@@ -71,6 +80,7 @@ class PricedStage(NamedTuple):
     shard: float  # of them, those that it alone updates under ZeRO
     held: float  # bytes until the backward of a micro-batch
     working: float  # bytes more, while a backward runs
+    cached: float  # bytes of keys and values, while texts are continued
 
 
 class PricedStep:
@@ -158,7 +168,8 @@ class PricedStep:
         exchange, update = self._end_of_step(blocks, tables, number, apart, shard)
         held, working = self._memory_of_stage(blocks, tables, last, halves)
         passes = Passes(forward, backward, late)
-        return PricedStage(passes, exchange, update, number, shard, held, working)
+        cached = blocks * cached_by_block(model, layout)
+        return PricedStage(passes, exchange, update, number, shard, held, working, cached)
 
     def _scattered(self, each: float, number: float, apart: float) -> float:
         """Seconds to reduce or gather so many bytes of each parameter; `apart`: of experts."""
@@ -332,7 +343,9 @@ class PricedStep:
                 size * (shard if part else whole)
                 for size, part in zip(states, sharded, strict=True)
             )
-            working = max(stage.working for stage in of_rank)
+            # An evaluation holds no activations for backward.
+            cached = sum(stage.cached for stage in of_rank) - peak
+            working = max(cached, *(stage.working for stage in of_rank))
             ranks.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return ranks
 

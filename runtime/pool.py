@@ -9,6 +9,7 @@ tensor is lent again and again, and has memory meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -54,3 +55,10 @@ def private_pool(device: torch.device) -> Pool:
     """Lends memory of this rank alone."""
     on_cpu = device.type == "cpu"
     return Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), on_cpu)
+
+
+def return_freed_memory() -> None:
+    """Has glibc's malloc return to the system what has been freed. It would keep it for blocks of
+    the same sizes, beside the memory of others."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

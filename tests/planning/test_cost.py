@@ -374,6 +374,16 @@ def test_logits_and_what_is_computed_again_are_not_there_together() -> None:
         assert (moments[0] > moments[1]) == (vocab > 1000)
 
 
+def test_what_fits_is_the_whole_run() -> None:
+    """Where a step holds little, of many blocks that are computed again, texts that are continued
+    hold more: keys and values of 4 x 1,024 positions, and a quarter to grow, in 16 bits."""
+    layout = Layout(1, micro_batch=4, batch_size=4, recompute="always")
+    memory = PricedStep(replace(model_of("gpt2-xl"), layers=300, vocab=512), layout, A100).memory[0]
+    assert memory.activations + memory.working == 300 * 2 * 4096 * 1600 * 1.25 * 2
+    memory = PricedStep(model_of("gpt2-xl"), replace(layout, recompute="never"), A100).memory[0]
+    assert memory.activations > 48 * 6 * 2 * 4096 * 1600 * 1.25 * 2
+
+
 def test_what_splits_its_backward_holds_gradients_of_products() -> None:
     """Under zero bubble, of one micro-batch: of q, k, v, the heads' output, the MLP's two, 3, 1, 4
     and 1 times the width. 1F1B's first of 4 stages holds 4 micro-batches either way."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import psutil
 import pytest
 
 from project.train import lay_out
@@ -38,3 +41,19 @@ def test_evaluation_holds_no_more_than_a_step(options: str, vocabulary: int) -> 
         outputs_on_main(world, task, model)
     peaks = validation.peak, translation.peak, outputs.peak
     assert max(peaks) <= training.peak, (training.peak, *peaks)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_what_an_evaluation_frees_goes_back_to_the_system() -> None:
+    """Small blocks that lie between others; malloc would keep them for an evaluation like it."""
+    args, world = parse(f"train single {TINY}"), World()
+    task = TranslationTask(args, world, load_texts(args, world, translates=True))
+    model = lay_out(task, world, setup_of(args, world))
+    process = psutil.Process()
+    with model.evaluating():
+        freed, kept = zip(*((bytearray(100_000), bytearray(1000)) for _ in range(400)), strict=True)
+        before = process.memory_info().rss
+        del freed
+        assert process.memory_info().rss > before - 20e6
+    assert process.memory_info().rss < before - 20e6
+    assert len(kept) == 400

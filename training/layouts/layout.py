@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from runtime.pool import return_freed_memory
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.muon import Muon
@@ -201,6 +202,7 @@ class LaidOutModel(ABC):
         finally:
             for module in self.modules:
                 module.train()
+            return_freed_memory()  # its blocks are not those of a step
 
     @abstractmethod
     def outputs(self, x: Any) -> Tensor | None:
