@@ -44,6 +44,7 @@ def test_it_is_short_stands_alone_and_names_what_is_there(chapter: Path) -> None
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "." for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in imported} & OURS
+    assert "environment" in imported  # which says what to type where torch is missing
     files = re.findall(r"\w+(?:/\w+)+\.py", ast.get_docstring(tree) or "")
     assert len(files) > 1 and [file for file in files if not (ROOT / file).is_file()] == []
 

@@ -2,9 +2,8 @@
 
     python tutorial/1_one_process.py
 
-The text is lines "German = English", so predicting the next word means translating. Later chapters
-cut the batch, the layers or the parameters; their losses equal these to 1e-14 in float64.
-It grows into training/tasks/gpt2.py, training/tasks/texts.py (words) and training/loop.py.
+The text is lines "German = English", so predicting the next word means translating. The losses of
+all chapters are equal to 1e-14. It grows into training/tasks/gpt2.py and training/loop.py.
 """
 
 import os
@@ -12,6 +11,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -21,6 +21,7 @@ import os
 import socket
 from collections.abc import Callable
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -24,6 +24,7 @@ pipeline/processes/process.py (a rank per stage).
 
 import importlib
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

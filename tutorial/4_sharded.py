@@ -22,6 +22,7 @@ a layer in one row) and runtime/communicator.py (the two collectives).
 
 import importlib
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -13,8 +13,7 @@ matrix. Cut the first by outputs and the second by inputs, and nothing is exchan
 fork: it does nothing in forward, and adds the gradients of both branches in backward. Every rank
 computes everything outside the cut matrices (norms, embedding, head), with equal results.
 
-Left out: heads that W does not divide; cutting embedding and head by words; cutting norms by
-positions (sequence parallelism).
+Left out: heads that W does not divide; embedding and head cut by words; sequence parallelism.
 
 It grows into tensor_parallel/collectives.py (the fork and the sum), tensor_parallel/layers.py (the
 matrices) and tensor_parallel/loss.py (the loss, without ever holding the logits).
@@ -23,6 +22,7 @@ matrices) and tensor_parallel/loss.py (the loss, without ever holding the logits
 import importlib
 from typing import Any
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

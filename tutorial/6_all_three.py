@@ -21,6 +21,7 @@ training/checkpoint.py (a checkpoint of one layout loads into any other).
 
 import importlib
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 

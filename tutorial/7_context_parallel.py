@@ -27,6 +27,7 @@ context_parallel/heads.py (the other way) and training/layouts/context.py (label
 import importlib
 from typing import Any
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -12,9 +12,8 @@ experts, so positions travel to the experts that are chosen for them, and back:
 
 Backward goes through the same exchanges the other way round. An expert sees the positions of all
 ranks, so its gradient is complete where it is. Everything else is replicated, and its gradients are
-averaged as in chapter 2. No position is dropped, however many choose the same expert; so the losses
-are those of one process with the same model. Left out: the term of the loss that makes the router
-use all experts alike.
+averaged as in chapter 2. No position is dropped, so the losses are those of one process with the
+same model. Left out: the term of the loss that makes the router use all experts alike.
 
 It grows into experts/ (routing.py has the term that is left out; layer.py, dispatch.py), and, for
 who averages which gradients, into training/layouts/stages.py.
@@ -23,6 +22,7 @@ who averages which gradients, into training/layouts/stages.py.
 import importlib
 from typing import Any
 
+import environment  # isort: skip  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -45,6 +45,8 @@ PathGroup = tuple[Path, ...]  # a file, or one for each language
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
+# Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words) and of the shared
+# tasks of translation. It looks at folders first; here the name that is nearer to the file decides.
 SPLIT_WORDS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev", "newsdev"},

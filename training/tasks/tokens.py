@@ -226,6 +226,18 @@ def write_tokens(path: Path, encoded: Iterable[tuple[Any, Any]], dtype: Any) -> 
     return digest.hexdigest()
 
 
+class OpenFiles:
+    """The files of a split, open until nobody reads them any more: the folder may be gone before.
+    `path`: as of `write_tokens`."""
+
+    def __init__(self, path: Path) -> None:
+        self.ids, self.bounds = (path.with_suffix(end).open("rb") for end in (".ids", ".bounds"))
+
+    def __del__(self) -> None:
+        for file in vars(self).values():
+            file.close()
+
+
 class Tokens(Sequence[Encoded]):
     """Examples, read from the files of a split when they are asked for: each is a row of them.
 
@@ -238,14 +250,13 @@ class Tokens(Sequence[Encoded]):
     """
 
     def __init__(self, path: Path, dtype: Any, length: int) -> None:
-        # Open from here on: the folder may be gone later.
-        self.ids, self.bounds = (path.with_suffix(end).open("rb") for end in (".ids", ".bounds"))
+        self.files = OpenFiles(path)
         self.dtype, self.length = np.dtype(dtype), length
         self.part = range(self.size())
 
     def size(self) -> int:
         """The number of pairs in the files."""
-        return (len(_mapped(self.bounds, np.int64)) - 1) // 2
+        return (len(_mapped(self.files.bounds, np.int64)) - 1) // 2
 
     def of(self, part: range) -> Tokens:
         """The same files, of which another part is taken."""
@@ -261,7 +272,7 @@ class Tokens(Sequence[Encoded]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
         """The examples of a batch. What is mapped for them leaves memory with the mapping."""
-        ids, places = _mapped(self.ids, self.dtype), self.places(numbers)
+        ids, places = _mapped(self.files.ids, self.dtype), self.places(numbers)
         rows = zip(*(column.tolist() for column in places), numbers, strict=True)
         return [Encoded(np.array(ids[a:b]), source, number) for a, source, b, number in rows]
 
@@ -272,14 +283,15 @@ class Tokens(Sequence[Encoded]):
 
     def places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
         """The first token, `num_source` and the end of these examples, each [N]."""
-        bounds, at = _mapped(self.bounds, np.int64), 2 * (self.part.start + np.asarray(numbers))
+        bounds = _mapped(self.files.bounds, np.int64)
+        at = 2 * (self.part.start + np.asarray(numbers))
         first = bounds[at]
         end = np.minimum(bounds[at + 2], first + self.length + 1)
         return first, np.minimum(bounds[at + 1], end) - first, end
 
     def num_cut(self) -> int:
         """How many pairs are longer."""
-        firsts = _mapped(self.bounds, np.int64)[::2][self.part.start : self.part.stop + 1]
+        firsts = _mapped(self.files.bounds, np.int64)[::2][self.part.start : self.part.stop + 1]
         parts = (firsts[k : k + AT_ONCE + 1] for k in range(0, len(self), AT_ONCE))
         return int(sum((np.diff(part) > self.length + 1).sum() for part in parts))
 
@@ -291,7 +303,7 @@ class Stream(Tokens):
 
     def size(self) -> int:
         """The number of tokens in the file."""
-        return os.fstat(self.ids.fileno()).st_size // self.dtype.itemsize
+        return os.fstat(self.files.ids.fileno()).st_size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return -(-(len(self.part) - 1) // self.length)

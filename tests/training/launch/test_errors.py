@@ -96,12 +96,13 @@ PROGRAMS = [
     path for folder in ("project", "examples") for path in sorted((ROOT / folder).glob("*.py"))
     if "__main__" in path.read_text("utf-8")
 ]  # fmt: skip
+CHAPTER = ROOT / "tutorial" / "6_all_three.py"  # which imports three others
 NEED_A_WORD = {"generate.py", "plot.py", "report.py", "train.py", "lora.py", "plan.py"}
 
 
 def test_without_the_environment_every_program_says_what_to_type() -> None:
     """-S leaves out where libraries are."""
-    for path in PROGRAMS:
+    for path in [*PROGRAMS, CHAPTER]:
         line = [sys.executable, "-S", str(path), "-w", "2"]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done
