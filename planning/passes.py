@@ -23,7 +23,7 @@ from .describe import BYTES, Layout, Machine, Model
 FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
 LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
 UNFUSED_SOFTMAX = 8  # more of them: mask, scale and softmax apart, and to fp32 and back
-CONTINUED = 6  # times as many positions as a micro-batch has, if nothing is computed again
+KEYS_KEPT = 6  # times as many positions as a micro-batch has, if nothing is computed again
 SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
 
 
@@ -240,5 +240,5 @@ def cached_by_block(model: Model, layout: Layout) -> float:
     """Bytes that a block holds while texts are continued: the keys and values of so many times a
     micro-batch's positions, and a quarter as room to grow; see `training.tasks.sequences`."""
     t = layout.micro_batch * model.seq // layout.cp
-    times = CONTINUED if layout.recompute == "never" else 1
+    times = KEYS_KEPT if layout.recompute == "never" else 1
     return times * t * 2.5 * model.kv_share * model.hidden * BYTES[layout.precision] / layout.tp
