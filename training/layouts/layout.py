@@ -66,8 +66,9 @@ class Held:
         shape: of the whole tensor.
         replicas: the axes along which other ranks hold the same rectangle.
         counts: whether this rank adds its gradient to the norm: see `counts_here`.
-        parameter: what an optimizer updates: `tensor` itself, or the flat shard of which `tensor`
-            is a view. The records of one parameter agree on `replicas` and `counts`.
+        parameter: what an optimizer updates: `tensor` itself, or this rank's slice of a parameter,
+            of which `tensor` is a view. The records of one parameter agree on `replicas` and
+            `counts`.
     """
 
     name: str
