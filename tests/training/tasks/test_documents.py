@@ -71,6 +71,27 @@ def test_a_documents_loss_is_the_same_whatever_stands_beside_it(
     assert (losses(0, document(7, 80), "together") - alone).abs().max() > 1e-3
 
 
+def functions(out: Tensor) -> set[str]:
+    """The names of what autograd has recorded."""
+    names, waiting = set[str](), [out.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None:
+            names.add(node.name())
+            waiting += [other for other, _ in node.next_functions]
+    return names
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fused_kernels_compute_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(dropout, "SHORT", WAYS[way])
+    monkeypatch.setattr(documents, "STRETCH", 4)
+    q = torch.randn(B, H, 24, E, requires_grad=True)
+    starts = torch.tensor([[0] * 3 + [3] * 9 + [12] * 12] * B)
+    names = functions(attention(q, q, q, None, 0.0, None, 7, 0, starts))
+    assert "ScaledDotProductFlashAttentionForCpuBackward0" in names
+    assert not [name for name in names if "Softmax" in name or "Bmm" in name]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_no_gradient_crosses(monkeypatch: pytest.MonkeyPatch, way: str, p: float) -> None:
