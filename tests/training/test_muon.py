@@ -114,7 +114,7 @@ def test_the_work_is_dealt_out_evenly_and_to_those_that_hold_it() -> None:
 
     everything = owners_of(sizes, [pieces(sizes)] * 4)  # as under data parallelism
     assert loads(everything) == [sum(work.values()) / 4] * 4
-    apart = [[m for k, m in enumerate(sizes) if k % 2 == rank] for rank in range(2)]
+    apart = [[m for k, m in enumerate(sizes) if (k // 2 % 2 == rank)] for rank in range(2)]
     assert owners_of(sizes, [*map(pieces, apart)]) == {
         matrix: rank for rank, of_rank in enumerate(apart) for matrix in of_rank
     }
