@@ -16,7 +16,7 @@ import importlib
 
 NAMES = (
     "data_parallel", "pipeline", "tensor", "context", "experts", "programs", "generation",
-    "recompute", "optimizer", "plan", "data", "documents", "memory",
+    "recompute", "optimizer", "plan", "data", "documents", "memory", "host",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.randomness import gpu_restored
 from runtime.recompute import Autocast
@@ -35,8 +35,22 @@ class Stopped(BaseException):
     """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
 
 
-class Channel:
-    """Values from one stage to its neighbour, by micro-batch."""
+class Channel(Protocol):
+    """Values from one stage to its neighbour, by micro-batch. Between workers of one process a
+    `LocalChannel`, between GPUs a `CopyingChannel`, between processes a `PeerChannel`."""
+
+    def put(self, i: int, value: Any) -> None:
+        """Hands micro-batch i over; does not wait for the neighbour."""
+
+    def get(self, i: int) -> Any:
+        """Waits for micro-batch i. They may arrive in another order."""
+
+    def stop(self) -> None:
+        """Wakes who waits, or will: it raises `Stopped`."""
+
+
+class LocalChannel(Channel):
+    """A queue."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
@@ -46,7 +60,6 @@ class Channel:
         self._queue.put((i, value))
 
     def get(self, i: int) -> Any:
-        """Waits for micro-batch i. Raises `Stopped` after `stop`."""
         while i not in self._early:
             entry = self._queue.get()  # no timeout: whoever ends the call calls stop()
             if entry is None:
@@ -71,8 +84,8 @@ class Dataflow:
     """
 
     stages: Sequence[Stage] | Mapping[int, Stage]
-    up: Mapping[int, Any]
-    down: Mapping[int, Any]
+    up: Mapping[int, Channel]
+    down: Mapping[int, Channel]
     recorder: Recorder | None = None
     retain_graph: bool = False
     _stopped: bool = field(default=False, init=False)  # set by any thread

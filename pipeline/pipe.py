@@ -45,7 +45,7 @@ from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .executor import Channel, Dataflow
+from .executor import Channel, Dataflow, LocalChannel
 from .partition import _split_module, holders
 from .replicas import Replicas, gradients_by_stage, split_by_sizes
 from .schedules.catalogue import validated
@@ -195,7 +195,7 @@ class Pipe(nn.Module):
         """For all boundaries, by the stage above: activations go up (1), gradients down (-1)."""
         memories = [memory_of(device) for device in self.devices]
         inner = [channel_between(*ends[::direction]) for ends in pairwise(memories)]
-        return dict(enumerate([Channel(), *inner, Channel()]))
+        return dict(enumerate([LocalChannel(), *inner, LocalChannel()]))
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each micro-batch passes through all

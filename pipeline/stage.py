@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -109,7 +110,6 @@ class Stage:
     def __post_init__(self) -> None:
         self.memory = memory_of(self.device)
         self._draws = self.randomness or OfThread(self.device, 0)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.tail: Callable[[int, Any], Tensor] | None = None
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
@@ -120,6 +120,7 @@ class Stage:
         firsts = accumulate(map(len, cut), initial=self.first_layer)
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
         uses = Counter(p for part in self._parts for p in part.parameters)  # parts that use it
+        self.parameters = [*uses]
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
 
     def forward(self, i: int, value: Any) -> Any:
@@ -177,7 +178,10 @@ class Stage:
         kept.later.at_once = at_once
         for part, graph in reversed(kept.graphs):  # dx is the next part's dy
             graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
-            with kept.later, self._draws.in_backward():  # a checkpoint repeats a forward there
+            # A checkpoint repeats a forward there, which must draw nothing new. To see each call of
+            # torch takes as long as a third of it.
+            watched = self._draws.in_backward() if self.checked else nullcontext()
+            with kept.later, watched:
                 gradients, new = graph.differentiate(part.parameters, gradients, retain_graph)
             kept.later.add(new)
             if at_once:

@@ -20,7 +20,7 @@ from runtime.graph import Gradients, move
 from runtime.guards import is_checked, refuse_hooks
 from runtime.randomness import OfProcess, OfThread, step_seed
 
-from .executor import Channel
+from .executor import LocalChannel
 from .stage import Stage
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -75,7 +75,7 @@ def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:
             return
 
 
-class Losses(Channel):
+class Losses(LocalChannel):
     """The far end of both channels: the losses arrive here, and their gradients leave.
 
     The loss of micro-batch i is `loss_fn(output, targets[i])`, a scalar; the batch's loss is

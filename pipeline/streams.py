@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.guards import tensors_of
 
-from .executor import Channel
+from .executor import Channel, LocalChannel
 
 
 class Streams:
@@ -72,7 +72,7 @@ class Streams:
 def channel_between(source: torch.device, target: torch.device) -> Channel:
     """For stages whose tensors are in these memories. It copies if they are two GPUs."""
     copies = source != target and source.type == target.type == "cuda"
-    return CopyingChannel(source, target) if copies else Channel()
+    return CopyingChannel(source, target) if copies else LocalChannel()
 
 
 @cache  # torch has few streams, and its allocator keeps memory for each
@@ -81,7 +81,7 @@ def _copying_streams(source: torch.device, target: torch.device) -> tuple[cuda.S
     return cuda.Stream(source), cuda.Stream(target)
 
 
-class CopyingChannel(Channel):
+class CopyingChannel(LocalChannel):
     """A channel from one GPU to another. One thread puts and one gets."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:

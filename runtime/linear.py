@@ -42,7 +42,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -134,7 +134,7 @@ class Operands:
     exchanged: bool  # then dw is added when it is whole, as where it was computed at once
     dw: Tensor | None = None  # if it was computed at once
 
-    @property
+    @cached_property
     def trained(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
@@ -270,7 +270,10 @@ def multiplied(
         dtype = torch.get_autocast_dtype(x.device.type)
         cast = _cast if later is None else later.cast
         x, w, b = _cast(x, dtype), cast(weight, dtype), None if b is None else cast(b, dtype)
-    y: Tensor = _Multiplied.apply(x, weight, bias, w, b, product, exchange, later)
+    # Function.apply looks for torch.func's transforms, which takes as long as a small product. It
+    # is spared that where `_later_of` has looked.
+    apply = _Multiplied.apply if later is None else _apply
+    y: Tensor = apply(x, weight, bias, w, b, product, exchange, later)
     return y
 
 
@@ -381,6 +384,9 @@ class _Multiplied(torch.autograd.Function):
             return finish(), *(None,) * 7
         db = None if bias is None else operands.gradient(bias)
         return finish(), operands.dw, db, *(None,) * 5
+
+
+_apply = super(torch.autograd.Function, _Multiplied).apply
 
 
 def _add(totals: Gradients, new: Gradients) -> None:

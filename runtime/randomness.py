@@ -15,7 +15,7 @@ device's generator, seeded and restored alike.
 
 How draws are redirected. Torch tags every operator that draws. A `TorchFunctionMode` is
 thread-local and sees each torch function called from Python. Tagged functions run under a
-`TorchDispatchMode`, and so do functions written in Python, which may call tagged ones. The dispatch
+`TorchDispatchMode`, and so do functions written in Python that may call tagged ones. The dispatch
 mode sees the kernels inside and gives the stage's generator to the kernels that draw. So dropout in
 an LSTM, `torch.distributions`, `nn.init` and future operators need no list, and arithmetic stays
 torch's own. Rejected: a `TorchDispatchMode` over the whole forward (Python for every kernel, 0.3 ms
@@ -24,13 +24,13 @@ for a GPT-2 block), patching `torch.nn.functional` (global), a lock around the d
 
 Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and Python itself.
 
-Cost: about 1 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes for
-10 to 100 ms; about 6 us per kernel inside a function that may draw (recurrent layers: per step of
-the sequence).
+Cost: about 1 us per torch call in Python, which a property of a tensor is, too; some 30 us per
+kernel inside a function that may draw (recurrent layers: per step of the sequence). Of torch's
+functions in Python the names in their code tell whether they may.
 
 Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
-make its gradients wrong, so a draw raises there. Only calls from Python are seen; a plain backward
-makes none.
+make its gradients wrong, so a draw raises there, in checked steps (guards.py). Only calls from
+Python are seen.
 
 A layer may seed a draw itself (dropout.py): there the stage's seed is not used.
 """
@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,10 +106,20 @@ class OfThread(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if not _may_draw(func):
-            return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        if not _may_draw(func) or (func is attention and not _dropout_of(*args, **kwargs)):
+            return func(*args, **kwargs)
         with _Kernels(self.generator):
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs)
+
+
+def _dropout_of(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any,
+    **__: Any,
+) -> float:  # fmt: skip
+    """That of a call of `attention`, which runs many kernels."""
+    del query, key, value, attn_mask
+    return dropout_p
 
 
 class _Kernels(TorchDispatchMode):
@@ -146,16 +157,35 @@ def _may_draw(func: Any) -> bool:
     """Whether a function called from Python, or a kernel, may draw: by the tags of its operators,
     if any."""
     if isinstance(func, FunctionType):
-        return True  # what it calls inside is unknown
+        # Of torch's own, the names in its code tell; what another calls inside is unknown.
+        own = func.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor")
+        return not own or any(map(_is_tagged, _names_in(func, {func})))
     if isinstance(func, OpOverload):
-        name, overloads = func.overloadpacket.__name__, [func]
-    else:
-        name = getattr(func, "__name__", "")
-        packet = getattr(torch.ops.aten, name, None)
-        names = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
-        overloads = [getattr(packet, overload) for overload in names]
-    tag = torch.Tag.nondeterministic_seeded
-    return name not in _DRAW_NOTHING and any(tag in overload.tags for overload in overloads)
+        name = func.overloadpacket.__name__
+        return name not in _DRAW_NOTHING and torch.Tag.nondeterministic_seeded in func.tags
+    return _is_tagged(getattr(func, "__name__", ""))
+
+
+def _is_tagged(name: str) -> bool:
+    """Whether an operator of this name draws."""
+    packet = getattr(torch.ops.aten, name, None)
+    names = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
+    tags = (tag for overload in names for tag in getattr(packet, overload).tags)
+    return name not in _DRAW_NOTHING and torch.Tag.nondeterministic_seeded in tags
+
+
+def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
+    """The names in its code, and in that of the functions of its module that it names, or, as a
+    choice of two by a flag, has in its closure."""
+    names = set(func.__code__.co_names)
+    named = [func.__globals__.get(name) for name in names]
+    for inner in (*named, *(cell.cell_contents for cell in func.__closure__ or ())):
+        if not isinstance(inner, FunctionType) or inner in seen:
+            continue
+        if inner.__module__ == func.__module__:
+            seen.add(inner)
+            names |= _names_in(inner, seen)
+    return names
 
 
 def _seed_gpu(device: torch.device, seed: int) -> None:

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[Any]]] = {
     "memory of positions": ("context", "_memory", {"VOCABULARY": 64}, ["heads", 16]),
     "products of experts": ("experts", "_products", FEW, [0.5]),
     "experts": ("experts", "_steps", SMALLEST, []),
+    "host": ("host", "_rank", {"BLOCKS": 2}, []),
 }
 
 

@@ -44,11 +44,11 @@ def one_f_one_b() -> Schedule:
     """One forward ahead per later stage; then a backward after each forward."""
     schedule = []
     for stage in range(W):
-        ahead = min(M, W - 1 - stage)
-        actions = [("F", i) for i in range(ahead)]
-        for i in range(ahead, M):
-            actions += [("F", i), ("B", i - ahead)]
-        schedule.append(actions + [("B", i) for i in range(M - ahead, M)])
+        warm_up = min(M, W - 1 - stage)
+        actions = [("F", i) for i in range(warm_up)]
+        for i in range(warm_up, M):
+            actions += [("F", i), ("B", i - warm_up)]
+        schedule.append(actions + [("B", i) for i in range(M - warm_up, M)])
     return schedule
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.executor import Channel
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Schedule
 from runtime.sums import add_up
@@ -26,7 +27,7 @@ from .links import InFlight, Link, PeerError, attempt, open_links
 Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting, with its recorder
 
 
-class PeerChannel:
+class PeerChannel(Channel):
     """Values of one kind over a link, from the first of the two `ends` to the second: stages, for
     the channels of `Dataflow`, or ranks.
 

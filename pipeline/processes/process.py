@@ -60,7 +60,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import microbatch
-from pipeline.executor import Channel, Dataflow
+from pipeline.executor import Channel, Dataflow, LocalChannel
 from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
@@ -207,19 +207,21 @@ class ProcessPipe:
             earlier = {p: p.grad for p in tied.values()} if ready is None else {}
             for p in earlier:  # which are sums over stages already
                 p.grad = None
-            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
+            missing = Counter[nn.Parameter]()
+            if ready is not None:
+                missing.update(p for s in self._own for p in self._parts[s].parameters())
 
             def deliver(gradients: Gradients) -> None:
                 hand_over(gradients)
-                missing.subtract(gradients.keys())
                 if ready is not None:  # a parameter may be on several stages of this rank
+                    missing.subtract(gradients.keys())
                     ready([p for p in gradients if not missing[p]])
 
             stages = self._stages(
                 recompute=self._recompute, num_microbatches=len(inputs),
                 deliver=None if ready is None else deliver,  # else one graph, for less of the host
             )  # fmt: skip
-            end: Channel = Channel()
+            end: Channel = LocalChannel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
             self._run(stages, inputs, lists, end)
@@ -242,7 +244,7 @@ class ProcessPipe:
         this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
         with self._step(), torch.no_grad():
-            state, end = torch.get_rng_state(), Channel()
+            state, end = torch.get_rng_state(), LocalChannel()
             self._run(self._stages(beside), [x], forwards(self.ranks, 1), end)
             torch.set_rng_state(state)  # an evaluation draws nothing
             return end.get(0) if self._is_last else None
@@ -322,11 +324,13 @@ class ProcessPipe:
     ) -> None:
         """This rank's list. `end`: what the last stage hands its results to."""
         inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
-        first, n = Channel(), len(self.ranks)
+        first, n = LocalChannel(), len(self.ranks)
         for i, value in enumerate(inputs):
             first.put(i, value)  # without stage 0 nobody takes them
-        up = {0: first, **{s: Channel() for s in inside}, **self._neighbours.up, n: end}
-        down = {**{s: Channel() for s in (0, *inside)}, **self._neighbours.down, n: end}
+        up: dict[int, Channel] = {0: first, **{s: LocalChannel() for s in inside}, n: end}
+        down: dict[int, Channel] = {**{s: LocalChannel() for s in (0, *inside)}, n: end}
+        up |= self._neighbours.up
+        down |= self._neighbours.down
         flow = Dataflow({stage.index: stage for stage in stages}, up, down, self.recorder)
         # Autograd would run a GPU's backward on a thread of its own, where a layer that computes
         # again, as with torch.utils.checkpoint, would find nothing of what is this thread's.

@@ -93,10 +93,10 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     for r in range(n):
         # While a micro-batch travels to the last rank and its gradient comes back, a rank does one
         # forward per rank on the way. With one chunk this is not needed: it would only hold more.
-        ahead = (n - r - 1) * (2 if chunks > 1 else 1)
+        warm_up = (chunks - 1) * largest + (n - r - 1) * (2 if chunks > 1 else 1)
         forwards = [Action(FORWARD, c * n + r, i) for c, i in ups]
         backwards = [Action(BACKWARD, c * n + r, i) for c, i in downs]
-        schedule.append(alternate(forwards, backwards, (chunks - 1) * largest + ahead))
+        schedule.append(alternate(forwards, backwards, warm_up))
     return schedule
 
 

@@ -32,7 +32,7 @@ from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_ord
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.zero1 import ShardedOptimizer
 from experts.layer import Experts, share_experts
-from pipeline.executor import Channel
+from pipeline.executor import LocalChannel
 from runtime.communicator import Communicator
 from runtime.mesh import make_mesh
 from tests.ranks import sharing
@@ -224,13 +224,13 @@ def attention_over_ranks(rank: int, world_size: int, way: str, shape: tuple[int,
 def boundary_traffic(step: Callable[[], Any]) -> int:
     """Bytes of all tensors that the stages of one process pass to each other during the step."""
     handed: list[int] = []
-    put = Channel.put
+    put = LocalChannel.put
 
-    def counting(self: Channel, i: int, value: Any) -> None:
+    def counting(self: LocalChannel, i: int, value: Any) -> None:
         if threading.current_thread() is not threading.main_thread():  # that one feeds the batch
             handed.extend(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
         put(self, i, value)
 
-    with patch.object(Channel, "put", counting):
+    with patch.object(LocalChannel, "put", counting):
         step()
     return sum(handed)

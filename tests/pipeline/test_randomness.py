@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ CALLS: dict[str, Any] = {
     "overload": lambda x: torch.ops.aten.bernoulli.default(x * 0.5),
     "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "fractional_max_pool2d": lambda _: F.fractional_max_pool2d(
+        torch.arange(4800.0).view(3, 40, 40), 2, output_ratio=(0.7, 0.7)
+    ),
     "LSTM": nn.LSTM(8, 8, 2, dropout=0.5),
 }
 
@@ -106,6 +111,17 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
 
     assert torch.equal(draw(0), draw(0))
     assert not torch.equal(draw(0), draw(1))
+
+
+def test_what_draws_nothing_runs_as_it_is() -> None:
+    """Its kernels are not looked at, though it is written in Python, or might draw."""
+    x = torch.ones(3, 5, 8)
+    with (
+        patch("runtime.randomness._Kernels", side_effect=AssertionError),
+        OfThread(CPU, 7).of(0, 0),
+    ):
+        F.layer_norm(x, (8,))
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
