@@ -145,7 +145,7 @@ def _steps(world: World, out: Path) -> None:
         dist.barrier()
 
     seconds = alternate({name: partial(turn, name) for name in contestants}, ROUNDS)
-    agree(losses, 1e-3)  # after so many updates
+    agree(losses, 1e-3)  # after all updates
     held = {}
     for name, contestant in contestants.items():
         parameters = contestant.model.pipe.named_parameters()

@@ -67,7 +67,7 @@ def loss_of(y: torch.Tensor, _: Any = None) -> torch.Tensor:
 
 
 def replicated(inputs: list[torch.Tensor], shards: int) -> Step:
-    """Data parallelism; with `shards` ZeRO 1 over so many ranks."""
+    """Data parallelism; with `shards`, ZeRO 1 over groups of this size."""
     model, mesh = layers(), make_mesh({"dp": 4 // max(1, shards), "shards": max(1, shards)}, 60.0)
     if shards:
         ranks = (Communicator(mesh[axes].group) for axes in (SHARD_AXES, ("dp",)))
@@ -100,7 +100,7 @@ def replicated(inputs: list[torch.Tensor], shards: int) -> Step:
 
 
 def sharded(inputs: list[torch.Tensor], zero: int, shards: int) -> Step:
-    """ZeRO 2 or 3 over so many ranks."""
+    """ZeRO 2 or 3 over groups of `shards` ranks."""
     mesh = make_mesh({"dp": 4 // shards, "shards": shards}, 60.0)
     fsdp = FullyShardedDataParallel(
         layers(), adamw, zero=zero, group=mesh[SHARD_AXES].group,

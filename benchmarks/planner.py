@@ -48,7 +48,7 @@ TABLES = {  # of a machine: those of which a part is left out, and those that ar
     "h100": (("playbook_one_node_h100", "playbook_nodes_h100"), ()),
 }
 RUNS = Path(__file__).parent / "runs"
-UNSEEN = {  # its machine, and its network if that is another
+UNSEEN = {  # its machine, and its network if that differs
     "mtnlg2022": ("a100-deepspeed", None), "bigscience2022": ("a100-deepspeed", "50"),
     "mosaicml2023_a100-40gb": ("a100-40gb", None), "mosaicml2023_a100-80gb": ("a100-80gb", None),
     "mosaicml2023_h100": ("h100", None), "torchtitan2024_a100-80gb": ("a100-80gb", None),
@@ -257,7 +257,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("path", nargs="?", type=Path, help="a table, or the calibration's folder")
     parser.add_argument("--machine", default="a100-80gb", help="of the tables (%(default)s)")
-    parser.add_argument("--network", help="of the table, if it is another than the machine's")
+    parser.add_argument("--network", help="of the table, if it is not the machine's")
     args = parser.parse_args()
     if args.path and args.path.is_dir():
         calibrations(args.path, args.machine)

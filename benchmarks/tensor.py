@@ -259,7 +259,7 @@ def _speed(world: World, out: Path) -> None:
 
     seconds = alternate({name: lambda name=name: turn(name) for name in NAMES}, ROUNDS)  # type: ignore[misc]
     if world.is_main:
-        agree(losses, 1e-3)  # after so many updates
+        agree(losses, 1e-3)  # after all updates
         torch.save(seconds, out)
 
 

@@ -24,8 +24,8 @@ them in the largest layer:
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
-On GPUs a step waits for none: counts and announcements are exchanged by the CPUs, if the group has
-them (`init_process_group("cpu:gloo,cuda:nccl")`).
+A step does not wait for the GPU: the CPUs exchange counts and announcements, if the group has them
+(`init_process_group("cpu:gloo,cuda:nccl")`).
 
 With `replicas` there are several groups of W ranks, each with all shards (hybrid sharding). Layers
 are gathered and gradients scattered inside a group, the ranks of a host; once per step ranks with

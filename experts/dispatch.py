@@ -17,8 +17,8 @@ Backward goes through the same exchanges with senders and receivers swapped.
 
 Cost, a rank with N positions of C numbers, each of them to k experts, chosen evenly: N k C (W-1)/W
 numbers sent, four times per layer and micro-batch (there and back, forward and backward), and the
-counts. The host waits for the counts, since lengths of messages are known to nobody before: on a
-GPU once per layer.
+counts. The host waits for the counts, on a GPU once per layer: no rank knows the lengths of its
+messages before.
 
 All ranks must take part; one without positions sends nothing, and may get rows.
 """

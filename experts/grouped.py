@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def may_group(x: Tensor, *features: int) -> bool:
-    """Whether one kernel multiplies rows like x [R, K] by weights of so many features in or out."""
+    """Whether one kernel multiplies rows like x [R, K] by weights with these `features`."""
     return (
         x.device.type == "cuda"
         and x.dtype == torch.bfloat16

@@ -292,7 +292,7 @@ class Machine:
         return self.memory_gbs * 1e9 * self.memory_efficiency
 
     def with_nodes(self, gpus: int) -> Machine:
-        """Nodes of so many GPUs, each with its part of the network."""
+        """Nodes of `gpus` GPUs, each with its part of the network."""
         share = self.network_gbs * gpus / self.gpus_per_node
         return replace(self, gpus_per_node=gpus, network_gbs=share)
 
@@ -362,7 +362,7 @@ def _read(path: Path, said: str) -> Figures:
 
 
 def machines() -> list[str]:
-    """The names of those that need no file of one's own."""
+    """The names of those that come with the project."""
     return sorted(file.stem for file in MACHINES.glob("*.yaml"))
 
 

@@ -92,7 +92,7 @@ def group(machine: Machine, size: int, stride: int) -> Group:
 
 
 def over_nodes(machine: Machine, size: int, inside: int) -> Group:
-    """Ranks of which so many are in each node. The node's network is shared by the groups in it."""
+    """Ranks, some of them in the same node. The groups in a node share its network."""
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
         network = machine.network_gbs * 1e9 * machine.network_efficiency

@@ -164,7 +164,7 @@ def doubts(step: PricedStep) -> str:
     if where.measured_nodes:
         said += (
             f"\nTwo out of three unseen runs came within {where.error:.0%} of the prediction: "
-            "layouts closer than that may come in another order."
+            "layouts closer than that may change places."
         )
     if step.layout.cp > 1 or step.layout.ep > 1 or step.layout.shards:
         said += (

@@ -207,7 +207,7 @@ def ideal_speed(run: Run) -> float:
 def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
     """Draws the time or the throughput of runs. Those that are `comparable` are compared with the
     slowest by `ideal_speed`, such as that of one process: the speed-up is in the bar. The ideal is
-    beside it, unless epochs ran with another number of cores for each process, or other batches."""
+    beside it, unless epochs ran with different numbers of cores per process, or of examples."""
     power = -1 if metric == "training_time" else 1  # of a time, less is better
     bars, said = list[Bar](), []
     for run in runs:

@@ -108,7 +108,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
          f"torchrun started {started} ranks, and run_pipeline.py is one process",
          "start it without torchrun, or take project/train.py pipeline, whose stages are ranks"),
         ("model_parallel_mode num_devices", args.model_parallel_mode != "none" or n == 1,
-         "without a mode there is one device", f"{PIPELINE_PARALLEL} works"),
+         "mode none uses one device", f"{PIPELINE_PARALLEL} works"),
         ("model_parallel_mode pipeline schedule", schedule in (args.schedule, "1f1b"),
          f"there it is {schedule}", f"{PIPELINE_PARALLEL} --pipeline whole works"),
         ("num_devices device", on_cpu or n <= max(1, gpus), f"{counted(gpus, 'GPU')} can be seen",

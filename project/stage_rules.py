@@ -15,8 +15,8 @@ from .rules import Rule
 
 
 def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) -> dict[str, Any]:
-    """The schedule and the stages per rank; of a schedule of one's own its text, which the run
-    keeps, and its micro-batches. Raises UserError if it has other numbers than those given."""
+    """The schedule and the stages per rank. A schedule that is not a named one is kept as its text,
+    and decides the micro-batches. Raises UserError if its numbers are not those given."""
     if schedule in SCHEDULES:
         return {"schedule": schedule, "chunks": chunks or chunks_of(schedule)}
     try:
@@ -33,14 +33,14 @@ def of_stages(
     args: Options, option: str, n: int, blocks: int | None, layers: int = 0
 ) -> Iterator[Rule]:
     """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
-    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
+    sets. The model is a GPT-2 with `blocks` blocks, or a different one with `layers` layers."""
     units, unit, parts = (blocks, "block", "") if blocks else (layers, "layer", "")
     if blocks and args.balance == "auto" and args.pipeline == "whole":
         units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"
     stages = chunks_of(args.schedule)  # of a rank
     yield (
         "schedule chunks", args.schedule == "interleaved" or args.chunks == stages,
-        "ranks have a number of stages of their own", "leave --chunks out",
+        "this schedule fixes the number of stages per rank", "leave --chunks out",
     )  # fmt: skip
     yield (
         f"{option} chunks balance", n * args.chunks <= units,

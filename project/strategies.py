@@ -87,7 +87,7 @@ class Strategy(NamedTuple):
         axis: of the mesh, where its ranks are; None: on several, as the options say.
         whole: whether every rank holds the whole model; else ranks exchange tensors within a step.
         summary: for the list of strategies.
-        usual: options of which its default is another one.
+        usual: options whose default differs under it.
     """
 
     axis: str | None

@@ -42,7 +42,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         ("strategy world_size", args.world_size == 1 or row.usual.get("world_size") != 1,
          f"{strategy} is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
-         "with more than one it is pipeline", rules.LEAVE),
+         "strategy pipeline takes several", rules.LEAVE),
         ("strategy model dataset", not (vgg and of_text),
          "only GPT-2 learns text, and only its matrices and positions are cut",
          "--model gpt2-mini works"),
@@ -51,7 +51,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         ("shards", args.shards is None or bool(args.zero),
          "without --zero every rank has a whole copy", "--zero 1 works"),
         (f"shards {option_of(args, 'dp')}", not args.dp % (args.shards or 1),
-         f"the {counted(args.dp, 'data-parallel rank')} fall into groups of as many",
+         f"it must divide the {counted(args.dp, 'data-parallel rank')}",
          f"--shards {' or '.join(str(n) for n in range(1, args.dp + 1) if not args.dp % n)} works"),
         ("shards ep", not (args.shards or args.ep) % args.ep,
          "ranks that share experts share a copy", f"--shards {args.ep} works"),
@@ -80,7 +80,7 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
         yield from rules.of_model(args)
         return
     yield from rules.without_effect(
-        args, "tokenizer", "pretrained weights have one of their own", rules.LEAVE
+        args, "tokenizer", "pretrained weights come with their own tokenizer", rules.LEAVE
     )
     presets = ", ".join(PRESETS)
     yield from rules.without_effect(
@@ -108,14 +108,14 @@ def of_tensor(args: Options) -> Rule:
     option, heads = option_of(args, "tp"), size_of_model(args, "n_head")
     divisors = degrees(heads, args.vocab_size or 256)
     numbers = " or ".join(map(str, divisors[1:])) or "1"
-    rule = f"its {heads} heads are dealt out evenly"
+    rule = f"it must divide the model's {heads} heads"
     return f"{option} model", args.tp in divisors, rule, f"--{option} {numbers} works"
 
 
 def of_heads(args: Options) -> Rule:
-    """Heads that are exchanged for positions are dealt out evenly, too."""
+    """Ranks that exchange positions for heads must share the heads evenly, too."""
     heads = size_of_model(args, "n_head") // args.tp
-    rule = f"{counted(heads, 'head')} must be dealt out evenly over the {args.cp} parts"
+    rule = f"the {args.cp} ranks must share {counted(heads, 'head')} evenly"
     names = f"attention {option_of(args, 'cp')} model"
     return names, heads % args.cp == 0, rule, "--attention ring works"
 
@@ -126,7 +126,7 @@ def of_experts(args: Options) -> Iterator[Rule]:
     fits = [ep for ep in range(1, experts + 1) if not experts % ep and not args.dp % ep]
     yield (
         f"ep experts {option_of(args, 'dp')}", args.ep in fits,
-        "ep divides the experts, and the data-parallel ranks that share them",
+        "ep must divide the number of experts and that of data-parallel ranks",
         f"--ep {' or '.join(map(str, fits))} works",
     )  # fmt: skip
     if args.experts is not None:
@@ -135,11 +135,11 @@ def of_experts(args: Options) -> Iterator[Rule]:
              f"experts are made for a GPT-2 from scratch ({', '.join(PRESETS)})",
              "--model gpt2-mini works"),
             ("top_k experts", args.top_k <= args.experts,
-             "each position is seen by so many different ones", works("--top_k", args.experts)),
+             "it cannot exceed the number of experts", works("--top_k", args.experts)),
             ("strategy tp experts", args.tp == 1,
-             "the matrices of experts are dealt out whole", "--ep, with --tp 1, works"),
+             "tensor parallelism cannot cut experts", "--ep, with --tp 1, works"),
             ("compile experts", not args.compile,
-             "an expert gets another number of rows in each step, and would be compiled again",
+             "an expert gets a different number of rows in every step, and each is compiled anew",
              rules.LEAVE),
         ]  # fmt: skip
 

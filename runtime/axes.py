@@ -32,7 +32,7 @@ AXES = {  # outermost first, each in a word
     "pp": "pipeline",
     "tp": "tensor",
 }
-BATCH_AXES = ("dp", "shards", "ep")  # over which a batch is dealt out
+BATCH_AXES = ("dp", "shards", "ep")  # a batch is divided among their ranks
 DATA_AXES = ("dp", "shards", "ep", "cp")  # whose losses and gradients add up
 EXPERT_AXES = ("dp", "shards", "cp")  # whose ranks have the same experts
 SHARD_AXES = ("shards", "ep", "cp")  # whose ranks may share one copy of the model

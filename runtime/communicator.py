@@ -192,7 +192,7 @@ class Communicator:
         return self._start("all_gather", x, send, lambda by_rank: torch.cat(by_rank, dim))()
 
     def start_all_to_all(self, x: Tensor, lengths: Lengths) -> Finish:
-        """Begins to exchange rows, of which each rank may send and get another number.
+        """Begins to exchange rows. Each rank may send and receive a different number of them.
 
         Args:
             x: this rank's rows, those for rank 0 first: lengths[rank][0] of them, and so on.
@@ -318,7 +318,7 @@ class Communicator:
 
     def barrier(self, device: torch.device, number: int | None = None) -> None:
         """All ranks have read what they need of my memory on the device, or written what I need of
-        theirs. Does not wait where each has memory of its own.
+        theirs. Does not wait if ranks share no memory.
 
         Args:
             number: must be the same on all ranks, such as how many steps have led to what is in the

@@ -242,7 +242,7 @@ def linear(
     exchange: AroundProduct | None = None,
 ) -> Tensor:
     """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
-    parameters for later. (Not if x has no rows, the numbers are complex, the weight is no
+    parameters for later. (Not if x is a single vector, the numbers are complex, the weight is no
     parameter, or torch.func differentiates.)
 
     Args:

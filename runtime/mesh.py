@@ -102,7 +102,7 @@ def make_mesh(
         size = math.prod(shape[dim] for dim in meeting)
         # Every rank must help to make every group, in the same order.
         for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
-            # Equal groups are one, but that of an axis whose ranks meet within a layer is its own:
+            # Axes with the same ranks share a group, but not if they meet within a layer:
             # gradients are averaged while backward runs.
             key = (not {"dp", "shards"}.isdisjoint(axes) and size > 1, tuple(members))
             if key not in groups:

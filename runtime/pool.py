@@ -31,7 +31,7 @@ class Pool:
         self._lent: dict[int, Tensor] = {}  # by address
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Lends a tensor of one element or more, with whatever values."""
+        """Lends a tensor of at least one element. Its values are not set."""
         nbytes = numel * dtype.itemsize
         size = 1 << (nbytes - 1).bit_length() if self._keeps else nbytes
         idle = self._idle.get(size)

@@ -50,7 +50,7 @@ Wait = Callable[[], None]
 """Waits for something that was started. Call each once, in the order of the starts."""
 
 DATAGRAMS = socket.AF_UNIX, socket.SOCK_DGRAM
-ADDRESSES_PER_BYTE = 4  # of all stretches together, per byte of the host's memory: they are free
+ADDRESSES_PER_BYTE = 4  # of address space per byte of the host's memory; addresses cost nothing
 
 
 def aligned(nbytes: int) -> int:

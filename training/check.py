@@ -8,7 +8,7 @@ Idea: measure the rounding error of this very training. One process trains twice
 plain PyTorch: in float32 (a bf16 run's under autocast), and in float64. The distance of the two is
 the rounding error, accumulated over all sums and steps. Another order of summation makes errors of
 the same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less in
-one order than in another, so each is allowed at least the rounding of the model's average weight.
+one order than in the other, so each is allowed at least the rounding of the model's average weight.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
     rounding   the 2-norm of (plain - float64), at least the model's RMS error * sqrt(elements)

@@ -131,7 +131,7 @@ def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tupl
 
 
 def step_timeout(args: Options, world: World, seconds: float) -> float:
-    """Seconds that a rank waits for another in a step that follows one of so many seconds."""
+    """Seconds that a rank waits for the others in a step, if the one before took `seconds`."""
     if args.step_timeout is not None:
         return args.step_timeout
     if args.compile or world.device.type != "cpu":  # which may compile again
@@ -180,8 +180,8 @@ def run(
         note("next batch")
 
     def validate_within(steps: int) -> None:
-        """Validates after so many steps of the epoch, unless they are all. Notice waits for the
-        next step. A checkpoint of this step precedes it: a resumed run validates, too."""
+        """Validates within an epoch, after `steps` of its steps, but not at its end. Notice waits
+        for the next step. A checkpoint of this step precedes it: a resumed run validates, too."""
         if args.eval_every and 0 < steps < length:
             note("evaluation")
             set_timeouts(args.timeout)  # until after the next step

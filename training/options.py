@@ -50,7 +50,7 @@ def spelt(name: str, value: Any) -> str:
         return f"no --{name}"
     if isinstance(value, float):
         value = f"{value:.15g}"  # 8, and not 8.0
-    if name == "schedule":  # of the text of one's own, its name
+    if name == "schedule":  # a text is called by its first line
         value = str(value).partition("\n")[0].removeprefix("# ")
     text = "all" if value is None else shlex.quote(str(value))
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)

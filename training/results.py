@@ -160,7 +160,7 @@ class Results:
         )  # fmt: skip
 
     def add_validation(self, epoch: int, steps: int, loss: float) -> None:
-        """Writes the validation loss after so many steps of the run, and prints a row."""
+        """Writes the validation loss after this number of steps, and prints a row."""
         self._write_numbers(steps, epoch=epoch, validation_loss=loss)
         self._say_row(f"{steps / self.task.steps_per_epoch:.3g}", "", _number(loss, 3))
 
@@ -174,7 +174,7 @@ class Results:
     def end_epoch(
         self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
     ) -> None:
-        """Writes the result files of this rank and the evaluation after so many steps of the run,
+        """Writes the result files of this rank and the evaluation after this number of steps,
         and prints a row.
 
         training_time is in seconds, without evaluation. tokens_per_sec counts every position of

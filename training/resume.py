@@ -16,7 +16,7 @@ A step in the middle of an epoch is resumed so:
 
 Any program can resume a checkpoint that another has saved of the same model. With the same layout
 the result is bit-identical to an uninterrupted run. With another layout the global batches are the
-same; sums are taken in another order, and dropout that draws (on a GPU) has other masks.
+same; sums are taken in a different order, and dropout that draws (on a GPU) has different masks.
 
 Cost: three numbers per parameter on disk, each rank writing its share (gpt2-mini: 46 MB in all).
 No result includes the time of saving.
@@ -309,5 +309,5 @@ class Saving:
 
 
 def checkpoint_label(epoch: int, steps: int) -> str:
-    """What a checkpoint is called, after its number: after so many steps of an epoch from 0."""
+    """What follows a checkpoint's number in its name: the epoch, from 0, and its steps so far."""
     return f"epoch{epoch}-step{steps}"

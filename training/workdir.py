@@ -32,7 +32,7 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
         end_process(
             number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the step "
-            "first, and --save_every every so many.)\n",
+            "first, and --save_every N every N steps.)\n",
         )  # fmt: skip
 
     folder = _opened(args.workdir)

@@ -143,7 +143,7 @@ class Link:
         return Received(envelope[_START.size : begin].numpy().tobytes(), body).load()
 
     def _post(self, size: int) -> None:
-        """Posts a receive of so many bytes."""
+        """Posts a receive of `size` bytes."""
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._posted.append((attempt(dist.irecv, memory, self.peer, self._heads), memory))
 

@@ -33,7 +33,7 @@ class PeerChannel(Channel):
 
     Attributes:
         sends: the transfers of each message that may be under way.
-        most: messages whose memory is kept; a send waits for the one that so many came after.
+        most: messages whose memory is kept; before one more is sent, the oldest must have left.
     """
 
     def __init__(self, link: Link, acting: Acting, what: str, ends: tuple[int, int]) -> None:
@@ -62,7 +62,7 @@ class PeerChannel(Channel):
         """Does nothing: `Neighbours.close` ends the other ranks' waits."""
 
     def _wait_for_sends(self, most: int) -> None:
-        """Waits until at most so many messages are under way."""
+        """Waits until at most this number of messages are under way."""
         while len(self.sends) > most:
             transfers = self.sends.popleft()
             while transfers:

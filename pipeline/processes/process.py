@@ -8,9 +8,9 @@
 
 The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
 the same, dropout included. (If three stages share a parameter, of which one rank has several, their
-terms are added in another order.) Only the channels differ (neighbours.py): a stage's output is a
-self-describing message (messages.py), sent through process groups (links.py). Model parallelism is
-a pipeline with one micro-batch.
+terms are added in a different order.) Only the channels differ (neighbours.py): a stage's output
+is a self-describing message (messages.py), sent through process groups (links.py). Model
+parallelism is a pipeline with one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════

@@ -77,8 +77,8 @@ def load(schedule: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedu
 def refuse_other_sizes(
     lists: Schedule, label: str, n: int, m: int | None = None, chunks: int | None = None
 ) -> None:
-    """Raises ValueError if a schedule has other numbers of ranks, of micro-batches or of stages
-    per rank; None: it may have any."""
+    """Raises ValueError unless a schedule has these numbers of ranks, micro-batches and stages per
+    rank; None: any."""
     own = len(lists), len(stage_ranks(lists)) // len(lists), count_microbatches(lists)
     asked = n, chunks or own[1], m or own[2]
     if own != asked:

@@ -53,7 +53,7 @@ class Program:
                 self.inputs.append(node)
             elif node.op == "get_attr":
                 tensor = attrgetter(node.target)(traced)
-                # a constant made by forward may be another one in the other mode
+                # a constant that forward makes may differ in the other mode
                 own = f"{node.target.removeprefix('module.')}_{mode}"
                 self.tensors[node] = names.get(tensor, own), tensor  # one name, even if tied
             elif node.op == "call_function":
@@ -94,7 +94,7 @@ class Program:
 
 def _enter(spec: pytree.TreeSpec, check: Callable[..., object]) -> Callable[[Any], list[Any]]:
     def enter(value: Any) -> list[Any]:
-        leaves = spec.flatten_up_to(value)  # the keys of a dict may be in another order
+        leaves = spec.flatten_up_to(value)  # the keys of a dict may be in a different order
         check(*leaves)
         return leaves
 

@@ -76,24 +76,24 @@ pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (unif
 train pipeline --schedule 1f1b --chunks 2 => have a number of stages of their own; leave --chunks
 train pipeline -w 3 --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 # what a mode or a strategy decides
-train model --num_microbatches 2 => with more than one it is pipeline
-pp --num_devices 999 => there is one device; --model_parallel_mode pipeline_parallel works
+train model --num_microbatches 2 => strategy pipeline takes several; leave it
+pp --num_devices 999 => mode none uses one device; --model_parallel_mode pipeline_parallel works
 pp --schedule zb => it is sequential; --model_parallel_mode pipeline_parallel
 pp ONE --schedule zb => it is sequential; --model_parallel_mode pipeline_parallel
 pp FLOW --pipeline blocks --schedule zb => it is gpipe; --model_parallel_mode pipeline_parallel
 train 3d --dp 2 --pp 2 --world_size 2 => dp x cp x pp x tp is 4; start 4 ranks
 train 3d --cp 2 --pp 2 --zero 3 --model gpt2-mini => keep their parameters and gradients; --zero 1,
 train 3d --dp 2 --pp 2 --zero 2 => keep their parameters and gradients; --zero 1, or --pp 1, works
-train fsdp -w 4 --shards 3 => the 4 data-parallel ranks fall into groups of as many; --shards 1 or 2
+train fsdp -w 4 --shards 3 => it must divide the 4 data-parallel ranks; --shards 1 or 2
 train 3d --dp 4 --shards 2 => without --zero every rank has a whole copy; --zero 1 works
 train fsdp -w 4 --model gpt2-mini --experts 4 --ep 2 --shards 1 => share a copy; --shards 2 works
 # what cannot be cut
 train ddp --dataset mine.txt => only GPT-2 learns text, and only its matrices and positions are cut
 train tensor => only its matrices and positions are cut; --model gpt2-mini works
 train context => only its matrices and positions are cut; --model gpt2-mini works
-train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_size 2 or 4 works
-train context --num_workers 3 --attention heads --model gpt2-mini => 4 heads must be dealt out
-train 3d --cp 2 --tp 4 --attention heads --model gpt2-mini => 1 head must be dealt out evenly over
+train tensor --num_workers 3 --model gpt2-mini => divide the model's 4 heads; --world_size 2
+train context --num_workers 3 --attention heads --model gpt2-mini => the 3 ranks must share 4
+train 3d --cp 2 --tp 4 --attention heads --model gpt2-mini => the 2 ranks must share 1 head
 # without effect
 train ddp --momentum 0.5 => AdamW has --betas; leave it out
 train ddp --optimizer sgd --betas 0.9,0.95 => sgd has a momentum alone; leave it out
@@ -113,13 +113,13 @@ dp --dataset empty.jsonl => it is empty, or its rows have no columns; --src and 
 dp --dataset ./nowhere => there is no such file or folder
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 # experts
-train ddp --model gpt2-mini --experts 6 --ep 2 --num_workers 3 => that share them; --ep 1 or 3 works
-train ddp --model gpt2-mini --experts 6 --ep 4 --num_workers 4 => ep divides the experts, and
-train ddp --model gpt2-mini --ep 2 => ep divides the experts, and the data-parallel ranks
-train fsdp --model gpt2-mini --experts 2 --top_k 3 => different ones; --top_k 1 to 2 works
+train ddp --model gpt2-mini --experts 6 --ep 2 --num_workers 3 => parallel ranks; --ep 1 or 3
+train ddp --model gpt2-mini --experts 6 --ep 4 --num_workers 4 => ep must divide the
+train ddp --model gpt2-mini --ep 2 => ep must divide the number of experts and that of
+train fsdp --model gpt2-mini --experts 2 --top_k 3 => number of experts; --top_k 1 to 2 works
 train ddp --experts 4 => for a GPT-2 from scratch (gpt2-mini, gpt2, gpt2-medium, gpt2-large,
 train tensor --model gpt2-mini --experts 4 => context and 3d alone can have it; leave it out
-train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => are dealt out whole; --ep, w
+train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => cannot cut experts; --ep, w
 train ddp --model gpt2-mini --experts 4 --compile => would be compiled again; leave it out
 # languages
 dp --src fr => it has test.en, and no test.fr, in which line i translates its

@@ -52,8 +52,8 @@ NOTICES_GIVEN: dict[int, float] = {}
 
 class Ended(RunError):  # noqa: N818 (nothing failed)
     """The run has ended early because it was asked to. Its status, 75, says: try again later. On
-    one host torchrun gets 0, since it restarts ranks that end with another one. On several that is
-    right: hosts that got no notice go on without the one that is taken away, if they may."""
+    one host torchrun gets 0, since it restarts ranks that end with any other status. On several
+    that is right: hosts without notice go on without the one that is taken away, if they may."""
 
     @property
     def status(self) -> int:  # type: ignore[override]

@@ -121,8 +121,8 @@ class World:
         return [values[part] for part in sorted(values)]
 
     def apart(self, seconds: float) -> World:
-        """The same ranks in a group of their own on the CPU, where a rank waits so long for
-        another: what they do there may run beside what they do here. It is for checkpoints: the
+        """The same ranks in a separate group on the CPU, with a time-out of `seconds`: what they do
+        there may run beside what they do here. It is for checkpoints: the
         time-outs of steps leave it as it is."""
         if self.world_size == 1:
             return self

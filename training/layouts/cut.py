@@ -182,7 +182,7 @@ class TensorCutTask(CutTask):
 
     @torch.no_grad()
     def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
-        """Makes the gradients of parameters equal that all tensor ranks hold whole, after so many
+        """Makes the gradients of parameters equal that all tensor ranks hold whole, after this many
         replicas have added up theirs.
 
         With sequence parallelism each rank has used them on its own positions: their gradients are

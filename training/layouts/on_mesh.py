@@ -104,7 +104,7 @@ class MeshLayout(LaidOutModel):
         return held
 
     def filled(self, step: Step) -> Step:
-        """The step with as many micro-batches as the ranks have that share experts."""
+        """The step with as many micro-batches as any rank that shares its experts has."""
         if self.mesh["ep"].size == 1:
             return step
         number = [len(step.inputs)]

@@ -71,7 +71,7 @@ def round_vocab(size: int) -> int:
 
 
 def gpt2_size(preset: str, **given: int | None) -> dict[str, int]:
-    """The n_layer, n_embd and n_head of a preset, unless another one is given.
+    """The n_layer, n_embd and n_head of a preset, where they are not given.
 
     Raises:
         UserError: the heads do not divide the width.
@@ -323,7 +323,7 @@ def measured(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def check_computed(model: GPT2LMHeadModel) -> None:
     """Raises ValueError, naming the field, if `model.config` asks for what no layer here computes.
-    (reorder_and_upcast_attn is another order of the same sums, as under PyTorch's attention.)"""
+    (reorder_and_upcast_attn takes the same sums in its own order, as PyTorch's attention does.)"""
     config = model.config
     for field, computed in COMPUTED.items():
         if (value := getattr(config, field, computed)) != computed:

@@ -46,7 +46,7 @@ from .tokens import AT_ONCE, TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, toke
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
 PIECES_FOR_BPE = 1 << 14  # of some thousand letters, that a tokenizer learns from
-HELD_OUT = 20  # one part in so many is held out for validation
+HELD_OUT = 20  # one part in this number is held out for validation
 
 
 class LanguageTask(SequenceTask):

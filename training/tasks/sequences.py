@@ -180,7 +180,7 @@ class SequenceTask(TrainingTask, ABC):
         self, epoch: int, dp_rank: int, dp_size: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """The steps of an epoch. Which examples form a global batch depends on the seed and the
-        epoch alone; each batch is dealt out by length, so that all parts have equal work."""
+        epoch alone; each batch is divided by length, so that all parts have equal work."""
         examples, size = self.examples["train"], self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
         dealt = global_batches(len(examples), size, seed, start)
@@ -243,7 +243,7 @@ class SequenceTask(TrainingTask, ABC):
         return [mine[at] for at in rectangles(lengths, self.cpu_positions)]
 
     def _by_number(self, num_microbatches: int | None) -> bool:
-        """Whether a rank's examples are cut into so many micro-batches, and not by positions."""
+        """Whether a rank's examples are cut by number of micro-batches, and not by positions."""
         return bool(num_microbatches or self.length or self.device.type != "cpu")
 
     @cached_property

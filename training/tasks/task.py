@@ -69,7 +69,7 @@ class Step:
     def scale(self, averaging: int = 1) -> float:
         """What a rank multiplies the summed loss of its examples by. Its gradients, added up over
         the ranks, are then those of the mean loss over all targets of the global batch. Where they
-        are averaged, over so many ranks, they are as many times as large before that."""
+        are averaged over `ranks` ranks, they are `ranks` times as large before that."""
         return averaging / self.divisor
 
 

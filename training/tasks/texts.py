@@ -219,5 +219,5 @@ def still_there(folder: Path) -> Iterator[None]:
 
 
 def place(folder: Path, *made_of: Any) -> Path:
-    """The folder, within another one, of what is made of these things."""
+    """The subfolder for what is made of these things."""
     return folder / hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]

@@ -243,7 +243,7 @@ class Tokens(Sequence[Encoded]):
 
     Args:
         path: as of `write_tokens`.
-        length: inputs of an example, at most. Pairs are cut to so many and their labels.
+        length: the most inputs of an example. Longer pairs are cut, and so are their labels.
 
     Attributes:
         part: which rows are examples; by default all.
