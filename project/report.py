@@ -9,9 +9,9 @@ idle gap explained, memory per rank, and whether its weights are those of one pr
 (--check_weights). Of all runs: losses, speed, and the error of the planner, if --machine says on
 what they ran: a name, a file, or `this` for this computer.
 
-A step of a pipeline can be taken apart: with more micro-batches, under another schedule, or with an
-action moved to another place of its list, and what that breaks or costs. The page of --explore is
-to learn with: the same of no run, with the textbook's formulas and puzzles.
+A step of a pipeline can be taken apart: take more micro-batches or a different schedule, or move an
+action within its list, and the page says what that breaks or costs. The page of --explore is to
+learn with: it is the same without a run, with the textbook's formulas and puzzles.
 
 A page needs no network, and JavaScript only for the step to take apart. Every number of a run comes
 from its files.

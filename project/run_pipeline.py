@@ -74,7 +74,7 @@ def parse_pipeline(argv: Sequence[str]) -> PipelineOptions:
 
 def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    # As a strategy is: another mode has another layout, and one that is not typed is kept.
+    # As a strategy is: each mode has its own layout, and a mode that is not typed is kept.
     typed = "model_parallel_mode" in given.typed
     args = as_it_was(given, *([given.model_parallel_mode] if typed else THREAD_MODES))
     mode, gpus = args.model_parallel_mode, torch.cuda.device_count()

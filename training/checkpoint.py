@@ -24,7 +24,7 @@ A truncated file is refused; a bit that the disk has flipped is not noticed. A r
 write or read says so and ends, and with it the run.
 
 A damaged checkpoint gives way to the one before it, and is renamed. One that may be whole, and
-cannot be read now, ends the run: its disk does not answer, or its format is of another version.
+cannot be read now, ends the run: its disk does not answer, or a different version wrote it.
 Only `prune` removes checkpoints, and `clean` what has not become one.
 
 Cost: each rank writes its part. When saving in the background the run waits only until its tensors
@@ -71,7 +71,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is of another model, or cannot be read here and now."""
+    """A checkpoint of a different model, or one that cannot be read here and now."""
 
 
 class DamagedError(CheckpointError):
@@ -113,7 +113,7 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     """Restores weights and optimizer state. All ranks call it together.
 
     Raises:
-        CheckpointError: on all ranks, if they are of another model.
+        CheckpointError: on all ranks, if they are of a different model.
     """
     stored = checkpoint.tensors
     slots: dict[str, dict[str, Any]] = defaultdict(dict)  # by parameter
@@ -216,7 +216,7 @@ class Saver:
                 if world.is_main:
                     aside.mkdir(parents=True)
                 world.gather(None)
-                # A host that does not see the folder of rank 0 has another disk.
+                # A host that does not see the folder of rank 0 has a disk of its own.
                 with nullcontext(aside) if aside.exists() else TemporaryDirectory() as own:
                     tensor_files.write(Path(own), held, world)
                     self._send([] if own == aside else [*Path(own).iterdir()], aside)
@@ -265,7 +265,7 @@ class Saver:
         rank 0 reads one tensor after the other, and sends it.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape.
+            CheckpointError: a tensor is missing or has a different shape.
         """
         from training import tensor_files
 

@@ -8,7 +8,7 @@ Idea. One all-reduce sums what every process knows: the squared norm of its part
 each element counted by one process, and its loss, in a slot of its own. All processes get the same
 bits, so all decide alike. An infinite or NaN element makes the norm infinite or NaN.
 
-Cost: one pass over the gradient and an all-reduce of W + 4 numbers; another pass to clip. For
+Cost: one pass over the gradient and an all-reduce of W + 4 numbers; a second pass to clip. For
 gpt2-mini on two ranks with a core each 2 ms, 0.2% of a step, and 1 ms for clipping.
 
 Matrices decay; biases, norms and other vectors do not: to shrink a matrix lets it change direction

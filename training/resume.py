@@ -15,8 +15,8 @@ A step in the middle of an epoch is resumed so:
     seed_step           seeds dropout by the number of the step in the run
 
 Any program can resume a checkpoint that another has saved of the same model. With the same layout
-the result is bit-identical to an uninterrupted run. With another layout the global batches are the
-same; sums are taken in a different order, and dropout that draws (on a GPU) has different masks.
+the result is bit-identical to an uninterrupted run. With a different layout the global batches are
+the same; sums are taken in a different order, and dropout that draws (on a GPU) differs.
 
 Cost: three numbers per parameter on disk, each rank writing its share (gpt2-mini: 46 MB in all).
 No result includes the time of saving.

@@ -259,7 +259,7 @@ class Tokens(Sequence[Encoded]):
         return (len(_mapped(self.files.bounds, np.int64)) - 1) // 2
 
     def of(self, part: range) -> Tokens:
-        """The same files, of which another part is taken."""
+        """The same files, of which a different part is taken."""
         other = copy(self)
         other.part = part
         return other
