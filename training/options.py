@@ -118,7 +118,7 @@ class Training:
     matrix, which moves all its directions alike; AdamW does the rest. With --check_weights prefer
     sgd: AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = UNSET
-    """what sgd and muon keep of their mean of gradients in each step; default: 0.9 and 0.95"""
+    """the part of their mean of gradients that sgd and muon keep; default: 0.9 and 0.95"""
     adamw_lr: Positive | None = None
     """peak rate, under muon, of what AdamW updates: embedding, head, router, biases, norms;
     default: --learning_rate"""
@@ -126,7 +126,7 @@ class Training:
     """each step shrinks every matrix by this times the learning rate; biases and norms never
     shrink. GPT-2's recipes have 0.1"""
     betas: Annotated[str, betas] = "0.9,0.999"
-    """how much AdamW keeps of its means of gradients, and of their squares, in each step; GPT-2's
+    """the part of AdamW's means of gradients and of their squares that each step keeps; GPT-2's
     recipes have 0.9,0.95, which forgets large gradients sooner"""
     eps: Positive = 1e-8
     """AdamW divides by the root of the mean square, plus this"""
@@ -167,7 +167,7 @@ class Data:
     """use at most this many training examples, or all; default: 5000 of the built-in text, all of
     your own data"""
     n_validation: Size = None
-    """the same for validation examples; default: 1000, of pictures of your own all"""
+    """the same for validation examples; default: 1000, or all of your own pictures"""
     n_test: Size = None
     """the same for test pairs; default: 100, or all of your own; plain text has no test split"""
     src: str = "de"
@@ -180,8 +180,8 @@ class Data:
     model_max_length: Count = 128
     """longest sequence, in tokens; longer pairs are cut"""
     documents: Literal["apart", "together"] = "apart"
-    """of plain text, of which several fill a row: apart: none sees another; together: each sees
-    those before it, as in GPT-2"""
+    """plain text that shares a row: apart: no document sees another; together: each sees those
+    before it, as in GPT-2"""
     padding: Literal["longest", "max_length"] = "longest"
     """pad each micro-batch to its longest sentence, or every one to --model_max_length"""
 
@@ -222,7 +222,7 @@ class Files:
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
     keep_best: bool = False
-    """keep that of the lowest validation loss, too; use --save_every and --eval_every alike"""
+    """also keep the checkpoint with the lowest validation loss; set --save_every as --eval_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -302,14 +302,13 @@ class Axes:
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
     balance_coefficient: Coefficient = 0.01
-    """weight of the balance loss, which is least if all experts are used alike; 0: none"""
+    """weight of the balance loss, which is smallest if all experts are used equally; 0: none"""
     zero: Literal[1, 2, 3] | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
     1 and 3; default: 3 in fsdp, elsewhere none"""
     shards: Count | None = None
-    """data-parallel ranks that share one copy under --zero; further ranks hold copies of their own,
-    and only gradients of shards go there: for hosts that are joined by a slow network, as many as a
-    host has ranks; default: all"""
+    """data-parallel ranks that share one copy under --zero; only gradients of shards travel between
+    copies, so on hosts with a slow network take the number of ranks of a host; default: all"""
     vgg_width: Count = 64
     """channels of the first layers of vgg16; later layers have up to 8 times as many"""
     check_weights: bool = False
