@@ -35,7 +35,7 @@ def tutorial() -> None:
     """A page for each chapter: its code as it stands."""
     folder, pages = PAGES / "tutorial", []
     folder.mkdir()
-    for chapter in sorted((ROOT / "tutorial").glob("*.py")):
+    for chapter in sorted((ROOT / "tutorial").glob("[0-9]*.py")):
         source = chapter.read_text("utf-8")
         text = f"# {chapter.stem[0]}. {title_of(source)}\n\n```python\n{source}```\n"
         (folder / f"{chapter.stem}.md").write_text(text, "utf-8")

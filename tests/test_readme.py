@@ -196,7 +196,7 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
 def test_the_site_has_every_page_chapter_and_package() -> None:
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     pages = {str(page.relative_to(ROOT)) for page in EVERY_PAGE}
-    chapters = {f"tutorial/{path.stem}.md" for path in (ROOT / "tutorial").glob("*.py")}
+    chapters = {f"tutorial/{path.stem}.md" for path in (ROOT / "tutorial").glob("[0-9]*.py")}
     packages = re.search(r"^PACKAGES = \((.*?)\)", (ROOT / "docs/site.py").read_text(), re.M | re.S)
     assert packages is not None
     code = {f"code/{name}.md" for name in re.findall(r'"(\w+)"', packages[1])}

@@ -73,7 +73,7 @@ dp --cores_per_rank 99999 => can be used here; --cores_per_rank
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
 pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one; --num_devices 1
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
-train pipeline --schedule 1f1b --chunks 2 => have a number of stages of their own; leave --chunks
+train pipeline --schedule 1f1b --chunks 2 => fixes the number of stages per rank; leave --chunks
 train pipeline -w 3 --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 # what a mode or a strategy decides
 train model --num_microbatches 2 => strategy pipeline takes several; leave it
@@ -120,7 +120,7 @@ train fsdp --model gpt2-mini --experts 2 --top_k 3 => number of experts; --top_k
 train ddp --experts 4 => for a GPT-2 from scratch (gpt2-mini, gpt2, gpt2-medium, gpt2-large,
 train tensor --model gpt2-mini --experts 4 => context and 3d alone can have it; leave it out
 train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => cannot cut experts; --ep, w
-train ddp --model gpt2-mini --experts 4 --compile => would be compiled again; leave it out
+train ddp --model gpt2-mini --experts 4 --compile => and each is compiled anew; leave it out
 # languages
 dp --src fr => it has test.en, and no test.fr, in which line i translates its
 dp --tgt de => two languages are needed, as --src de --tgt en
