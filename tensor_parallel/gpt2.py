@@ -117,8 +117,8 @@ def cut_matrices(
         `sequence_parallel` the gradients of whole parameters must be summed over the ranks.
 
     Raises:
-        ValueError: the number of ranks does not divide the number of heads, or leaves a rank
-            without tokens.
+        ValueError: the number of ranks does not divide the number of heads or neurons, or leaves a
+            rank without tokens; or the model is cut already.
     """
     config = model.config
     works = degrees(config.n_head, config.vocab_size)
@@ -127,6 +127,13 @@ def cut_matrices(
             f"{config.n_head} heads and {config.vocab_size} tokens cannot be cut over {ranks.size} "
             "ranks; these numbers work: "
             f"{', '.join(map(str, works))}"
+        )
+    if isinstance(model.lm_head, VocabularyParallelHead):
+        raise ValueError("the model is cut already; cut_matrices takes one that is whole")
+    if (neurons := config.n_inner or 4 * config.n_embd) % ranks.size:
+        raise ValueError(
+            f"{neurons} neurons (n_inner) cannot be cut over {ranks.size} ranks; "
+            f"{-(-neurons // ranks.size) * ranks.size} can"
         )
     shards: dict[str, TensorShard] = {}
 
@@ -154,7 +161,7 @@ def cut_matrices(
     tied = model.lm_head.weight is body.wte.weight  # asked before wte changes
     wte = shard("transformer.wte.weight", body.wte.weight, 0)  # [rows, C]
     head = wte if tied else shard("lm_head.weight", model.lm_head.weight, 0)
-    body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel)
+    body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel, config.vocab_size)
     model.lm_head = VocabularyParallelHead(head, config.vocab_size, ranks)
     return shards
 

@@ -113,9 +113,24 @@ class VocabularyParallelEmbedding(_CutLayer):
 
     Args:
         weight: [rows, C], this rank's rows; those of rank r start at token r * rows.
+        vocabulary: the number of tokens.
+
+    Raises:
+        IndexError: an id is no token's. Not on a GPU, where the host would wait for the ids: there
+            its row is 0.
     """
 
+    def __init__(
+        self, weight: nn.Parameter, ranks: Communicator, sequence_parallel: bool, vocabulary: int
+    ) -> None:
+        super().__init__(weight, ranks, sequence_parallel)
+        self.vocabulary = vocabulary
+
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ids.numel():
+            for token in (int(ids.min()), int(ids.max())):
+                if not 0 <= token < self.vocabulary:
+                    raise IndexError(f"there is no token {token}; 0 to {self.vocabulary - 1} work")
         local = ids - self.ranks.rank * len(self.weight)  # [B, T]: rows here, or outside
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 as a stand-in

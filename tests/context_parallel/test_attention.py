@@ -159,6 +159,23 @@ def test_blocks_are_joined_in_float32(ranks: Ranks) -> None:
     assert ranks.run(types_of_sums) == [{torch.float32}] * 2
 
 
+@on_ranks(3)
+def test_gradients_of_queries_are_summed_in_float32(_rank: int, _size: int) -> None:
+    """256 + 1 + 1 are 258, and 256 if each sum is rounded to 16 bits. The last queries of a rank
+    see keys of all."""
+    q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    turns = iter((256.0, 1.0, 1.0))
+
+    def constant(_d: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+        value = next(turns)
+        return [torch.full_like(x, value) for x in (q, k, v)]
+
+    with patch.object(blocks, "backward", constant):
+        out = Ring(Communicator(dist.group.WORLD))(q, q.detach(), q.detach(), None, 0.0, KEYS, 7)
+        out.backward(out.detach())
+    assert q.grad is not None and q.grad[:, :, 2:].eq(258).all()
+
+
 def test_every_way_to_compute_a_block_is_the_same() -> None:
     """The kernel, and products that drop nothing; with a mask, and with other keys than queries."""
     q, k, v, d = inputs(torch.float64)

@@ -87,3 +87,20 @@ def test_the_degrees_that_work() -> None:
         ranks.size = 4
         config = gpt2_config("gpt2-mini", 100, 24, n_layer=1, n_embd=24, n_head=6)
         cut_matrices(build_model(config, 0), ranks)
+    ranks.size, config.n_inner = 3, 97
+    with pytest.raises(ValueError, match=r"97 neurons .* cannot be cut over 3 ranks; 99 can"):
+        cut_matrices(build_model(config, 0), ranks)
+
+
+def test_a_model_is_cut_once_and_knows_its_tokens() -> None:
+    """Of 9 tokens on two ranks the second has 4, and a row of none."""
+    config = gpt2_config("gpt2-mini", 9, 24, n_layer=1, n_embd=24, n_head=6)
+    model, ranks = build_model(config, 0), Communicator()
+    cut_matrices(model, ranks)
+    with pytest.raises(ValueError, match="cut already"):
+        cut_matrices(model, ranks)
+    embedding = model.transformer.wte
+    assert embedding(torch.tensor([[0, 8]])).shape == (1, 2, 24)
+    for token in (-1, 9):
+        with pytest.raises(IndexError, match=f"no token {token}; 0 to 8 work"):
+            embedding(torch.tensor([[1, token]]))
