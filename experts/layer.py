@@ -51,12 +51,16 @@ class Experts(nn.Module):
     Args:
         mlp: with c_fc and c_proj, whose weights are [K, M], with `act` and `dropout`.
         num_experts, top_k: E and k. Raises ValueError if k is not one of 1 to E.
+        shared: an MLP like `mlp`, of any inner width, that sees every position, or none.
+        by_bias: whether a bias, 0 at first, counts where experts are chosen.
 
     Attributes:
         ranks: those that share the experts.
     """
 
-    def __init__(self, mlp: Any, num_experts: int, top_k: int) -> None:
+    def __init__(
+        self, mlp: Any, num_experts: int, top_k: int, shared: Any = None, by_bias: bool = False
+    ) -> None:
         super().__init__()
         if top_k not in range(1, num_experts + 1):
             raise ValueError(
@@ -65,7 +69,7 @@ class Experts(nn.Module):
         self.num_experts, self.top_k, self.ranks = num_experts, top_k, Communicator()
         like = mlp.c_fc.weight
         self.router = nn.Linear(
-            len(like), num_experts, bias=False, device=like.device, dtype=like.dtype
+            len(like), num_experts, bias=by_bias, device=like.device, dtype=like.dtype
         )
         self.experts = nn.ModuleDict(
             {
@@ -73,12 +77,12 @@ class Experts(nn.Module):
                 for name in ("c_fc", "c_proj")
             }
         )
-        self.act, self.dropout = mlp.act, mlp.dropout
+        self.act, self.dropout, self.shared = mlp.act, mlp.dropout, shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Choice]:
         """[..., C] to the same, and the choice of each of the N positions."""
         positions = x.flatten(0, -2)  # N C
-        choice = choose(positions, self.router.weight, self.top_k)
+        choice = choose(positions, self.router.weight, self.top_k, self.router.bias)
         chosen = choice.experts.flatten()  # R = N k
         order = chosen.argsort(stable=True)  # by expert
         counts = chosen.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
@@ -88,8 +92,10 @@ class Experts(nn.Module):
         results = self._computed(rows.index_select(0, order), counts)
         results = put_back(results, order)  # by position again
         by_choice = results.view(len(positions), self.top_k, results.size(1))
-        y = (by_choice * choice.weights[..., None]).sum(1)
-        return y.to(x.dtype).view(x.shape), choice
+        y = (by_choice * choice.weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared.c_proj(self.act(self.shared.c_fc(x)))
+        return y, choice
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts make of rows that lie by expert, `counts` of each, [E]."""

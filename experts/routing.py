@@ -26,8 +26,25 @@ micro-batches nor on ranks. The loss of a step with n target tokens has in addit
 
 that is, every target token adds the balance of its sequence, scaled as its own loss is.
 
+The balance loss also pulls the router away from what the tokens' loss wants. --balance_by bias has
+none: an expert has a bias, which is added to its probability where experts are chosen, and nowhere
+else, so it has no gradient. After a step it moves down by --balance_rate if its expert was chosen
+more often than the mean, else up. "More often" is a count over the global batch. A count is a sum
+over micro-batches and ranks, as a gradient is, so it travels as one:
+
+    added = sum over e of b_e (count_e - mean count)         its gradient for b_e is the excess
+
+Every layout sums it as it sums gradients, shards it, and saves b as a weight. Only the update is
+another: by the sign, and at a rate of its own (training/optimization.py); the norm leaves it out.
+So the bias is equal under every layout, which one by counts of a rank would not be.
+
+Logits may grow until their exponentials overflow or round. --router_z adds to the loss, as the
+balance loss is added, the mean over a sequence of (log of the sum of exponentials of its logits)^2.
+
 Papers: Shazeer et al., "Outrageously Large Neural Networks", 2017; Fedus et al., "Switch
-Transformers", 2021; Jiang et al., "Mixtral of Experts", 2024.
+Transformers", 2021; Zoph et al., "ST-MoE", 2022 (z); Dai et al., "DeepSeekMoE", 2024 (shared
+experts); Jiang et al., "Mixtral of Experts", 2024; Wang et al., "Auxiliary-Loss-Free Load
+Balancing Strategy for Mixture-of-Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024.
 
 Shapes: N positions, C width, E experts, k of them for each position; B sequences of T positions.
 """
@@ -46,11 +63,13 @@ class Choice(NamedTuple):
 
     Attributes:
         probabilities: [N, E].
-        experts: [N, k], the most probable first.
+        experts: [N, k], the most probable first, or those with the largest sum of it and a bias.
+        logits: [N, E], of the probabilities.
     """
 
     probabilities: Tensor
     experts: Tensor
+    logits: Tensor
 
     @property
     def weights(self) -> Tensor:
@@ -58,14 +77,16 @@ class Choice(NamedTuple):
         return self.probabilities.gather(1, self.experts)
 
 
-def choose(rows: Tensor, router: Tensor, top_k: int) -> Choice:
-    """The choice for rows [N, C], by a router [E, C]."""
+def choose(rows: Tensor, router: Tensor, top_k: int, bias: Tensor | None = None) -> Choice:
+    """The choice for rows [N, C], by a router [E, C] and, if there is one, a bias [E]."""
     with torch.autocast(rows.device.type, enabled=False):
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        probabilities = F.linear(rows.to(dtype), router.to(dtype)).softmax(-1)
+        logits = F.linear(rows.to(dtype), router.to(dtype))
+        probabilities = logits.softmax(-1)
+    scores = probabilities.detach() + (0 if bias is None else bias.detach())
     # Not topk, which orders equal ones by chance.
-    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
-    return Choice(probabilities, order[:, :top_k])
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return Choice(probabilities, order[:, :top_k], logits)
 
 
 class Balance(NamedTuple):
@@ -74,7 +95,7 @@ class Balance(NamedTuple):
     Attributes:
         lengths: [B], the positions of each sequence, without padding.
         targets: [B], its target tokens.
-        total: the loss of the layers so far, summed over the target tokens; a scalar.
+        total: what the layers so far add to the loss, summed over the target tokens; a scalar.
     """
 
     lengths: Tensor
@@ -101,3 +122,16 @@ def balance_loss(chosen: Tensor, probabilities: Tensor, lengths: Tensor, top_k: 
     T = lengths.clamp(min=1)[:, None].to(probabilities.dtype)
     E = chosen.size(1)
     return E * (chosen / (T * top_k) * probabilities / T).sum(1)
+
+
+def router_z_loss(choice: Choice, real: Tensor, lengths: Tensor) -> Tensor:
+    """[B]: the mean of the squared log of the sum of exponentials of a sequence's logits."""
+    squares = choice.logits.logsumexp(-1).square().view(real.shape) * real  # B T
+    return squares.sum(1) / lengths.clamp(min=1)
+
+
+def excess(chosen: Tensor, bias: Tensor) -> Tensor:
+    """How much more often each expert was chosen than the mean of all, [E]; its product with the
+    bias, summed, has this as the gradient of the bias. `chosen`: of `tally`."""
+    counts = chosen.sum(0).to(bias.dtype)
+    return counts - counts.mean()

@@ -120,11 +120,11 @@ class Reported(Run):
     @cached_property
     def priced(self) -> PricedStep | None:
         """The run as the planner sees it, to which dp counts all replicas; None without a machine,
-        or if it is no GPT-2."""
+        or if it is no GPT-2, or has shared experts, which the planner does not know."""
         used, size = self.summary, read_json(self.folder / "config.json")
         dp = prod(self.shape[axis] for axis in BATCH_AXES)
         ranks: dict[str, Any] = {**self.shape, "dp": dp, "shards": used.get("shards")}
-        if self.machine is None or "n_embd" not in size:
+        if self.machine is None or "n_embd" not in size or used.get("shared_experts"):
             return None
         batch, m = used["batch_size"], used.get("num_microbatches") or 1
         model = describe.model_of(

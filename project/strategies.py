@@ -117,8 +117,8 @@ ONLY = {
     "sequence_parallel": "tensor 3d", "attention": "context 3d", "zero": "fsdp context 3d",
     "shards": "fsdp 3d",
     "compile": "none single ddp",
-    **dict.fromkeys(("experts", "top_k", "balance_coefficient"),
-                    "none single ddp fsdp pipeline model context 3d"),
+    **dict.fromkeys(("experts", "top_k", "shared_experts", "balance_by", "balance_coefficient",
+                     "balance_rate", "router_z"), "none single ddp fsdp pipeline model context 3d"),
 }  # fmt: skip
 """The options that only some strategies have, and those strategies."""
 

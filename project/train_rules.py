@@ -129,7 +129,15 @@ def of_experts(args: Options) -> Iterator[Rule]:
         "ep must divide the number of experts and that of data-parallel ranks",
         f"--ep {' or '.join(map(str, fits))} works",
     )  # fmt: skip
-    if args.experts is not None:
+    other = "balance_coefficient" if args.balance_by == "bias" else "balance_rate"
+    rule = f"experts are kept busy by a {args.balance_by}"
+    yield from rules.without_effect(args, other, rule, rules.LEAVE)
+    yield ("optimizer balance_by", args.balance_by == "loss" or args.optimizer != "sgd",
+           "sgd has no steps of one size for biases", "--optimizer adamw works")  # fmt: skip
+    if args.experts is None:
+        names = "top_k shared_experts balance_by balance_coefficient balance_rate router_z"
+        yield from rules.without_effect(args, names, "there are no experts", "--experts 4 works")
+    else:
         yield from [
             ("model experts", args.model in PRESETS,
              f"experts are made for a GPT-2 from scratch ({', '.join(PRESETS)})",

@@ -181,6 +181,7 @@ def plain_steps(
             is left out, but has its number.
     """
     by_name = dict(named)
+    biases = [by_name.pop(name) for name in [*by_name] if name.endswith("router.bias")]
     parameters = list(by_name.values())
     of_blocks = {n: p for n, p in by_name.items() if args.optimizer == "muon" and is_of_block(n)}
     means = {name: torch.zeros_like(p) for name, p in of_blocks.items()}
@@ -200,20 +201,24 @@ def plain_steps(
             eps=args.eps,
         )
     for step, loss in enumerate(losses):
-        for p in parameters:
+        for p in [*parameters, *biases]:
             p.grad = None
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         updates = bool(loss.isfinite() and norm.isfinite())
         yield loss.item(), updates
         if updates:
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+            most = args.max_grad_norm or math.inf
+            nn.utils.clip_grads_with_norm_([*parameters, *biases], most, norm)
             rate = plain_rate(args, step, total)
             for group in optimizer.param_groups:
                 group["lr"] = rate * ((args.adamw_lr or args.learning_rate) / args.learning_rate)
             optimizer.step()
             for name, p in of_blocks.items():
                 plain_muon(args, rate, name, p, means[name])
+            for b in biases:  # by the sign; 0 but for rounding is 0
+                assert b.grad is not None
+                b.data -= args.balance_rate * b.grad / (b.grad.abs() + 1e-8)
 
 
 def is_of_block(name: str) -> bool:
@@ -270,11 +275,11 @@ class Plain:
         """The mean loss of the whole batch, summed in fp32 at least; NaN without targets."""
         with self.context():
             output: Any = self._output(step.inputs[0])
-            # A model with experts has a balance loss, too.
-            logits, balance = (output, 0.0) if isinstance(output, Tensor) else output
+            # Layers of experts add something.
+            logits, added = (output, 0.0) if isinstance(output, Tensor) else output
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = F.cross_entropy(logits, step.targets[0], reduction="sum")
-            return (loss + self.args.balance_coefficient * balance) / step.count
+            return (loss + added) / step.count
 
     def _output(self, x: Any) -> Any:
         """[N, V] at the N targets of sequences, or [B, classes] of pictures."""

@@ -254,7 +254,7 @@ class GlobalOptimizer:
         elif gradients and factor < 1:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
-            group["lr"] = self.rate * group.get("times", 1.0)
+            group["lr"] = group.get("rate", self.rate * group.get("times", 1.0))
         self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -280,6 +280,11 @@ def decays(name: str) -> bool:
     return name.endswith("weight") and ".ln_" not in name
 
 
+def is_bias_of_router(name: str) -> bool:
+    """Whether a parameter is moved by how busy experts were (experts/routing.py)."""
+    return name.endswith(".router.bias")
+
+
 def make_optimizer(
     args: Options, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
@@ -287,6 +292,8 @@ def make_optimizer(
     named = list(parameters)  # an iterator would be used up
     if args.optimizer == "sgd":
         return torch.optim.SGD([p for _, p in named], args.learning_rate, momentum=args.momentum)
+    biases = [p for name, p in named if is_bias_of_router(name)]
+    named = [(name, p) for name, p in named if not is_bias_of_router(name)]
     of_muon = args.optimizer == "muon"
     matrices = [p for name, p in named if of_muon and is_matrix_of_block(name)]
     others = [(name, p) for name, p in named if not (of_muon and is_matrix_of_block(name))]
@@ -299,6 +306,9 @@ def make_optimizer(
         {"params": [p for name, p in others if decays(name)], "weight_decay": decay, **adamw},
         {"params": [p for name, p in others if not decays(name)], "weight_decay": 0.0, **adamw},
     ]
+    if biases:  # without averages AdamW goes by the sign, and stays where a gradient is 0
+        by_sign = {"betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
+        groups.append({"params": biases, "rate": args.balance_rate, **by_sign})
     if of_muon:
         dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(args.precision, torch.float32)
         return Muon(matrices, groups, args.learning_rate, decay, args.momentum, dtype)

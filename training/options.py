@@ -301,8 +301,17 @@ class Axes:
     """experts for each position: the most probable ones"""
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
+    shared_experts: Whole = 0
+    """experts that see every position, beside those that are chosen"""
+    balance_by: Literal["loss", "bias"] = "loss"
+    """how experts are kept equally busy: by a loss, or without one by a bias of each expert, which
+    counts where experts are chosen, and moves after each step by how busy it was"""
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is smallest if all experts are used equally; 0: none"""
+    balance_rate: Positive = 0.001
+    """how far a bias moves in a step; probabilities are chosen by, so 1 is the whole range"""
+    router_z: Coefficient = 0.0
+    """weight of a loss that keeps the router's logits small, as 0.001; 0: none"""
     zero: Literal[1, 2, 3] | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
     1 and 3; default: 3 in fsdp, elsewhere none"""

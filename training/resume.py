@@ -63,7 +63,8 @@ from .tasks.task import TrainingTask
 DECIDE = {
     *option_names(Data, Architecture), "batch_size", "optimizer", "momentum", "weight_decay",
     "betas", "eps", "max_grad_norm", "precision", "comm_dtype", "seed", "max_batches", "vgg_width",
-    "experts", "top_k", "balance_coefficient", "adamw_lr",
+    "experts", "top_k", "shared_experts", "balance_by", "balance_coefficient", "balance_rate",
+    "router_z", "adamw_lr",
 }  # fmt: skip
 # And these, unless the rates of all steps that were done would have been the same.
 OF_RATES = {"learning_rate", "lr_scheduler", "warmup_steps", "decay_steps", "min_lr"}

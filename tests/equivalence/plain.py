@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from tests.equivalence.problems import BALANCE, DECAY, SEED, Noise, Problem, Sentences
-from tests.plain_experts import balance_of, with_experts
+from tests.plain_experts import added_of, with_experts
 from training.check import plain_steps
 from training.launch.world import World
 from training.tasks.gpt2 import Sequences, gpt2_layers
@@ -44,7 +44,9 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     if isinstance(problem, Sentences):
         model = GPT2LMHeadModel(problem.config())
         if problem.experts:
-            model = with_experts(model, problem.experts, problem.top_k)
+            by_bias = problem.balance_by == "bias"
+            more = problem.shared_experts, by_bias
+            model = with_experts(model, problem.experts, problem.top_k, *more)
     model = model.to(dtype)
     for name, p in model.named_parameters():
         task.initialize(name, p)
@@ -89,8 +91,8 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
     loss = losses[weights[:, 1:].flatten() != 0].mean()
     if problem.experts:  # in the gradient, and in no loss that is reported
         lengths, targets = [len(x.ids) - 1 for x in examples], [x.num_targets for x in examples]
-        balance = BALANCE * balance_of(model, lengths, targets)
-        loss = loss + balance - balance.detach()
+        added = added_of(model, lengths, targets, BALANCE, problem.router_z)
+        loss = loss + added - added.detach()
     return loss
 
 

@@ -89,7 +89,8 @@ class Sentences(Problem):
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
         n_positions: of the model.
-        experts, top_k: of each block; 0: none.
+        experts, top_k, shared_experts: of each block; 0: none.
+        balance_by, router_z: as the options.
         documents: a sequence is a row of documents, each of which token 0 precedes, and none sees
             another. All but the first token is learnt.
     """
@@ -107,6 +108,9 @@ class Sentences(Problem):
     n_positions: int = POSITIONS
     experts: int = 0
     top_k: int = 2
+    shared_experts: int = 0
+    balance_by: Literal["loss", "bias"] = "loss"
+    router_z: float = 0.0
     documents: bool = False
 
     def config(self) -> GPT2Config:
@@ -158,6 +162,8 @@ class SentenceTask(TranslationTask):
         self.args = Options(
             batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS,
             experts=problem.experts, top_k=problem.top_k, balance_coefficient=BALANCE,
+            shared_experts=problem.shared_experts, balance_by=problem.balance_by,
+            router_z=problem.router_z,
         )  # fmt: skip
         self.problem, self.device, self.files, self.length = problem, world.device, {}, None
         tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)

@@ -526,6 +526,9 @@ def _recomputed() -> Iterator[Row]:
 ROUTED = Sentences(22, n_layer=3, n_head=4, dropout=0.1, max_grad_norm=1.0, positions=40, experts=4)
 
 
+BUSY = replace(ROUTED, shared_experts=2, balance_by="bias", router_z=0.1)
+
+
 def _experts() -> Iterator[Row]:
     """Experts on every rank, and shared by ranks, whose micro-batches are unequally many. Dropout
     is on, and the last batch is smaller."""
@@ -537,6 +540,15 @@ def _experts() -> Iterator[Row]:
     name = "single-experts-recompute_always"
     yield Row(name, 1, replicated(), ROUTED, 2, beside, "always")
     yield Row("mesh2-ep2-gloo", 2, mesh(2, 1, 1, ep=2), ROUTED)
+    yield Row("single-bias", 1, replicated(), BUSY)
+    yield Row("single-bias-recompute_always", 1, replicated(), BUSY, 2, beside, "always")
+    yield Row("threads2-bias", 1, threads((3, 5), "1f1b", 3), BUSY)
+    for sync in ("per_parameter", "flat", "overlap"):
+        yield Row(f"ddp2-bias-{sync}", 2, replicated(sync), BUSY)
+    yield Row("pipeline2-bias", 2, staged((3, 5), "zb", 3), BUSY)
+    yield Row("fsdp2-bias-zero2", 2, sharded(2), BUSY)
+    yield Row("single-z", 1, replicated(), replace(ROUTED, router_z=0.1))
+    yield Row("context2-z", 2, mesh(1, 1, 1, cp=2), replace(ROUTED, router_z=0.1), 2)
     layouts: dict[str, tuple[int, Build, int | None]] = {
         "mesh2-ep2": (2, mesh(2, 1, 1, ep=2), None),
         "mesh2-ep2-zero1": (2, mesh(2, 1, 1, ep=2, zero=1), None),
@@ -555,7 +567,9 @@ def _experts() -> Iterator[Row]:
     }
     for name, (ranks, build, m) in layouts.items():
         yield Row(name, ranks, build, ROUTED, m)
+        yield Row(f"{name}-bias", ranks, build, BUSY, m)
         if name in ("mesh2-ep2", "mesh2-ep2-zero3", "mesh4-ep2-pp2-zb-zero1"):
+            yield Row(f"{name}-bias-resumed", ranks, build, BUSY, m, "resumed run")
             yield Row(f"{name}-twice", ranks, build, ROUTED, m, "second run")
             yield Row(f"{name}-resumed", ranks, build, ROUTED, m, "resumed run")
             yield Row(f"{name}-recompute_always", ranks, build, ROUTED, m, beside, "always")

@@ -15,13 +15,15 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from experts.dispatch import segments_of, swapped
 from experts.layer import Experts, share_experts
-from experts.routing import Choice, balance_loss, choose, tally
+from experts.routing import Choice, balance_loss, choose, excess, tally
 from pipeline.stage import Stage
 from runtime.communicator import Communicator
 from tests.pipeline.pipeline_models import act
 from tests.plain_experts import PlainExperts
 from tests.ranks import Ranks, nan_in_new_memory, sharing
 from tests.remote import on_ranks
+from training.optimization import make_optimizer
+from training.options import Options
 from training.tasks.gpt2 import gpt2_config
 
 C, E, K = 6, 4, 2
@@ -127,6 +129,32 @@ def test_of_equal_probabilities_the_lower_number_wins() -> None:
     assert torch.equal(choice.weights, probabilities.gather(1, choice.experts))  # not of sum 1
 
 
+def test_a_bias_counts_where_experts_are_chosen_and_nowhere_else() -> None:
+    rows, router = torch.tensor([[1.0, 0], [0, 1]]), torch.tensor([[1.0, 0], [0, 1], [0, 0]])
+    bias = nn.Parameter(torch.tensor([0.0, 0, 1]))
+    choice = choose(rows, router, 2, bias)
+    assert choice.experts.tolist() == [[2, 0], [2, 1]]
+    assert torch.equal(choice.probabilities, (rows @ router.T).softmax(-1))
+    real = torch.tensor([[True, False]])
+    chosen, _ = tally(choice, real)
+    (bias * excess(chosen, bias)).sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == pytest.approx([1 - 2 / 3, -2 / 3, 1 - 2 / 3])
+
+
+def test_a_bias_moves_by_the_sign_of_how_busy_its_expert_was_at_a_rate_of_its_own() -> None:
+    """Not where that is 0 but for rounding; and its gradient is in no norm."""
+    layer, bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(4))
+    named = [("a.weight", layer), ("mlp.router.bias", bias)]
+    optimizer = make_optimizer(Options(learning_rate=0.5, balance_rate=0.01), named)
+    assert [group.get("rate") for group in optimizer.param_groups] == [None, None, 0.01]
+    bias.grad = torch.tensor([3.0, -1e-3, 0, 1e-12])
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("rate", 0.5)
+    optimizer.step()
+    assert bias.tolist() == pytest.approx([-0.01, 0.01, 0, 0], abs=1e-5)
+
+
 def test_the_router_computes_in_float32_under_autocast() -> None:
     """Two logits that bf16 takes for equal."""
     router = torch.tensor([[1.0], [1.001]])
@@ -147,7 +175,7 @@ def test_how_many_rows_go_where() -> None:
 def balance_of(probabilities: list[list[float]], lengths: list[int]) -> list[float]:
     """Sequences have equal width, and each position chooses one expert."""
     p = torch.tensor(probabilities, dtype=torch.float64)
-    choice = Choice(p, p.argmax(-1)[:, None])
+    choice = Choice(p, p.argmax(-1)[:, None], p.log())
     n = torch.tensor(lengths)
     real = torch.arange(len(p) // len(lengths)) < n[:, None]
     losses: list[float] = balance_loss(*tally(choice, real), n, top_k=1).tolist()

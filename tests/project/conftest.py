@@ -64,7 +64,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
         "pairs": PAIRS + "--dropout 0",
         "dropout": PAIRS + "--dropout 0.1 --model_max_length 23",  # ranks do not divide it
         "text": f"--dataset {folder}/text.txt {PLAIN} --dropout 0",
-        "experts": PAIRS + "--dropout 0.1 --experts 6",
+        "experts": PAIRS + "--dropout 0.1 --experts 6 --shared_experts 1 --balance_by bias ",
     }  # fmt: skip
 
     @cache

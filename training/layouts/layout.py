@@ -37,7 +37,7 @@ from runtime.pool import return_freed_memory
 from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.muon import Muon
-from training.optimization import GlobalOptimizer, Recipe, make_optimizer
+from training.optimization import GlobalOptimizer, Recipe, is_bias_of_router, make_optimizer
 from training.options import Options
 from training.timeline import OFF, Timeline, clock_offset
 
@@ -239,8 +239,9 @@ class LaidOutModel(ABC):
 
     @property
     def counted(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this rank adds to the global norm."""
-        return parameters_of(x for x in self.held if x.counts)
+        """The parameters whose gradients this rank adds to the global norm. Those of biases of
+        routers are counts, and no gradients."""
+        return parameters_of(x for x in self.held if x.counts and not is_bias_of_router(x.name))
 
     @property
     def layer_ranks(self) -> Any:

@@ -45,7 +45,7 @@ class Sharded(MeshLayout):
             recorder=setup.timeline, recompute=args.recompute != NEVER,
             traits=lambda name: Traits(
                 mesh[self.shard_axes(name)].group,
-                exact=name.endswith("router.weight"),  # probabilities are float32
+                exact=".router." in name,  # probabilities are float32
                 kind=name in cut_task.shards,  # cut parameters and whole ones apart
             ),
         )  # fmt: skip

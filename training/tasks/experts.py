@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.layer import Experts
-from experts.routing import Balance, balance_loss, tally
+from experts.routing import Balance, balance_loss, excess, router_z_loss, tally
 from runtime.communicator import Communicator
 
 from .gpt2 import FeedForward, Head, Sequences, gpt2_layers
@@ -31,6 +31,9 @@ from .translation import TranslationTask
 class RoutedFeedForward(FeedForward):
     """The second half of a block, with experts.
 
+    Args:
+        balance, z: weights of the balance loss, where there are no biases, and of the router's z.
+
     Attributes:
         contexts: the ranks that have other positions of the same sequences.
     """
@@ -38,8 +41,12 @@ class RoutedFeedForward(FeedForward):
     mlp: Experts
     contexts: Communicator | None = None
 
+    def __init__(self, name: str, block: Any, balance: float, z: float) -> None:
+        super().__init__(name, block)
+        self.balance, self.z = balance, z
+
     def forward(self, x: Sequences) -> Sequences:
-        """The residual, and the balance loss, with this layer's."""
+        """The residual, and what the layers add to the loss, with this one's."""
         y, choice = self.mlp(self.ln_2(x.hidden))
         hidden = x.hidden + self.drop(y, self.mlp.dropout.p, x)
         if x.balance is None:  # no training
@@ -48,11 +55,17 @@ class RoutedFeedForward(FeedForward):
         positions = x.positions
         if positions is None:
             positions = torch.arange(hidden.size(1), device=hidden.device)
-        chosen, probabilities = tally(choice, positions < lengths[:, None])
-        if self.contexts is not None:  # of the probabilities, each rank has an addend of the loss
-            chosen = self.contexts.all_reduce(chosen)
-        of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
-        total = total + (of_sequences * targets).sum()
+        real, bias = positions < lengths[:, None], self.mlp.router.bias
+        chosen, probabilities = tally(choice, real)
+        if bias is not None:
+            total = total + (bias * excess(chosen, bias)).sum()
+        else:
+            if self.contexts is not None:  # of probabilities, each rank has an addend of the loss
+                chosen = self.contexts.all_reduce(chosen)
+            of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
+            total = total + self.balance * (of_sequences * targets).sum()
+        if self.z:
+            total = total + self.z * (router_z_loss(choice, real, lengths) * targets).sum()
         return x._replace(hidden=hidden, balance=Balance(lengths, targets, total))
 
 
@@ -60,11 +73,11 @@ class Balanced(NamedTuple):
     """The head's output in training."""
 
     logits: Tensor
-    balance: Tensor  # summed over the target tokens
+    added: Tensor  # to the loss, summed over the target tokens
 
 
 class BalancedHead(nn.Module):
-    """A head that hands on the balance loss beside its logits."""
+    """A head that hands on what the layers add to the loss, beside its logits."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -81,25 +94,28 @@ class ExpertTask(SequenceTask):
 
     def skeleton(self) -> Any:
         """With experts, all of them, on the meta device."""
-        model = super().skeleton()
-        number = cast(int, self.args.experts)
+        model, args = super().skeleton(), self.args
         for block in model.transformer.h:
-            block.mlp = Experts(block.mlp, number, self.args.top_k)
+            inner = args.shared_experts * block.mlp.c_fc.nf  # side by side they are one MLP
+            with torch.device("meta"):
+                shared = type(block.mlp)(inner, self.config) if inner else None
+            by_bias = args.balance_by == "bias"
+            block.mlp = Experts(block.mlp, cast(int, args.experts), args.top_k, shared, by_bias)
         return model
 
     def layers(self, model: Any) -> list[Any]:
         """The same layers; those with experts route."""
         layers = gpt2_layers(model)
         for k, block in enumerate(model.transformer.h):
-            layers[2 + 2 * k] = RoutedFeedForward(f"h.{k}", block)
+            weights = self.args.balance_coefficient, self.args.router_z
+            layers[2 + 2 * k] = RoutedFeedForward(f"h.{k}", block, *weights)
         return [*layers[:-1], BalancedHead(cast(Head, layers[-1]))]
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """The summed loss over the target tokens; the balance loss is in its gradient alone."""
+        """The summed loss over the target tokens; what layers add is in its gradient alone."""
         if isinstance(output, Tensor):
             return super().loss(output, target)
-        added = self.args.balance_coefficient * output.balance
-        return super().loss(output.logits, target) + (added - added.detach())
+        return super().loss(output.logits, target) + (output.added - output.added.detach())
 
     def empty(self) -> tuple[Sequences, Tensor]:
         """A micro-batch of no sequences, and its labels, for a rank that has no other."""
@@ -112,8 +128,9 @@ class ExpertTask(SequenceTask):
         """With the experts."""
         args, first, *more = self.args, *super().describe().splitlines()
         experts = f"{args.experts} experts in each block, {args.top_k} for each position"
-        shared = f", shared by {args.ep} ranks" if args.ep > 1 else ""
-        return "\n".join([first, experts + shared, *more])
+        experts += f", and {args.shared_experts} for every one" * bool(args.shared_experts)
+        experts += f", shared by {args.ep} ranks" * (args.ep > 1)
+        return "\n".join([first, experts, *more])
 
     def _collate(self, num_microbatches: int | None, drop: int, mine: list[Any]) -> Any:
         """With the lengths of the sequences."""

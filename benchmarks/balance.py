@@ -1,0 +1,98 @@
+"""How experts are kept equally busy: by a loss, or by biases; and what it costs.
+
+    python -m benchmarks.balance --seeds 3 --n_epochs 4 --n_train 2000
+
+Trains a small GPT-2 with eight experts on the built-in pairs, a run per way and seed, and counts on
+the validation data, at target tokens, how often the busiest expert of a layer was chosen, beside
+the mean of all: 1 is even, 4 is the most for two of eight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from project.train import lay_out, parse_train, task_of
+from training.launch.world import World, quiet_libraries
+from training.rank import Rank, run_rank
+from training.results import read_metrics
+from training.tasks.experts import RoutedFeedForward
+
+WAYS = {
+    "nothing": "--balance_coefficient 0",
+    "loss, 0.01": "",
+    "bias, 0.001": "--balance_by bias",
+    "bias, 0.01": "--balance_by bias --balance_rate 0.01",
+    "bias, 0.01, 1 shared": "--balance_by bias --balance_rate 0.01 --shared_experts 1 --top_k 1",
+    "loss, z 0.001": "--router_z 0.001",
+}
+MODEL = (
+    "single --device cpu --model gpt2-mini --n_layer 2 --n_embd 128 --n_head 4 --experts 8 "
+    "--batch_size 32 --learning_rate 2e-3 --dropout 0.1 --keep 0 --n_test 100 --n_validation 500 "
+    "--timeline 0 "
+)
+
+
+def busiest(rank: Rank) -> float:
+    """The choices of the busiest expert by the mean of all, in the mean of the layers."""
+    counts: dict[Any, Any] = defaultdict(int)
+
+    def note(layer: RoutedFeedForward, given: Any, _: object) -> None:
+        (x,) = given
+        _, choice = layer.mlp(layer.ln_2(x.hidden))
+        chosen = choice.experts[x.targets.flatten() != 0].flatten()
+        counts[layer] = counts[layer] + torch.bincount(chosen, minlength=layer.mlp.num_experts)
+
+    model = rank.model
+    layers = [m for net in model.modules for m in net.modules() if isinstance(m, RoutedFeedForward)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    _, batches = rank.task.validation_batches(0, 1, model.evaluated_microbatches)
+    with model.evaluating():
+        for x, target in batches:
+            model.measure(x, target)
+    for hook in hooks:
+        hook.remove()
+    return mean(float(c.max() / c.double().mean()) for c in counts.values())
+
+
+def trained(options: str) -> tuple[float, float, float]:
+    """The validation loss, the busiest expert and BLEU of a run."""
+    found: list[float] = []
+
+    def work(rank: Rank) -> None:
+        rank.train()
+        found.append(busiest(rank))
+
+    with TemporaryDirectory() as folder:
+        args = parse_train(f"{options} --workdir {folder}".split())
+        run_rank(World(), args, task_of, lay_out, work)
+        last = read_metrics(Path(folder))[-1]
+    return last["validation_loss"], found[0], last["bleu"]
+
+
+def main() -> None:
+    """Prints a row per way, with every seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--n_epochs", type=int, default=4)
+    parser.add_argument("--n_train", type=int, default=2000)
+    given = parser.parse_args()
+    quiet_libraries()
+    for way, options in WAYS.items():
+        size = f"--n_epochs {given.n_epochs} --n_train {given.n_train}"
+        seeds = range(given.seeds)
+        runs = [trained(f"{MODEL} {options} {size} --seed {seed}") for seed in seeds]
+        loss, busy, bleu = (
+            " ".join(f"{x:6.3f}" for x in column) for column in zip(*runs, strict=True)
+        )
+        print(f"{way:22} loss {loss}   busiest {busy}   BLEU {bleu}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
