@@ -147,6 +147,10 @@ def attention(
     is_causal: bool = False, **more: Any,
 ) -> Any:  # fmt: skip
     """Operator by operator. A torch that is built for CUDA would ask the driver for a kernel."""
+    if mask is not None and mask.dtype == torch.bool:  # as torch's own does before it chooses
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
+            ~mask, -torch.inf
+        )
     return aten._scaled_dot_product_attention_math(q, k, v, mask, p, is_causal, None, **more)[0]
 
 

@@ -73,14 +73,14 @@ def compared(
     return check(row, reference, world, STEPS, dtype).failure
 
 
-@pytest.mark.parametrize("name", ["module2-gpt2", "threads2-1f1b-clipped", "threads2-zb-m3"])
+@pytest.mark.parametrize("name", ["module2-documents", "threads2-1f1b-clipped", "threads2-zb-m3"])
 @on_device
 def test_two_stages_of_one_process_with_a_device_each(name: str) -> None:
     """The head's copy of the embedding follows it through both updates."""
     assert compared(0, 1, name) == ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "context2-ring-documents"])
 @on_device
 def test_two_ranks_with_a_device_each(name: str) -> None:
     assert ranks(2, NCCL).run(compared, name) == ["", ""]
