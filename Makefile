@@ -4,6 +4,7 @@
 # make lint    ruff and mypy
 # make report  the runs of CMU 11-868, their figures, and one page that answers its questions (five minutes)
 # make figures the same, and all other runs and figures of submit_figures/
+# make recipes small recipes of GPT-2, each in three minutes on two cores: losses to expect are in their heads
 # make bench   every benchmark: a table each, and JSON files
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
 # make chaos   kills, stops and interrupts real runs, and checks what is left (30 minutes)
@@ -21,7 +22,7 @@ RUN := $(VENV)/bin/python
 # process would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test verify lint report figures bench gpu chaos faults fuzz mutants docs clean
+.PHONY: train test verify lint report figures recipes bench gpu chaos faults fuzz mutants docs clean
 .DELETE_ON_ERROR:
 
 # --no-compile: Python compiles what is imported, and the first output comes 20 seconds earlier.
@@ -124,6 +125,9 @@ submit_figures/explore.png: project/page/* | $(VENV)/.installed
 	$(RUN) project/report.py --explore --output workdir_figures/explore.html
 	$(BROWSER) --headless --no-sandbox --hide-scrollbars --window-size=1100,780 --screenshot=$@ \
 	  "file://$(CURDIR)/workdir_figures/explore.html#start=Beat+1F1B"
+
+recipes: $(VENV)/.installed
+	for recipe in examples/recipes/small_*.txt; do $(RUN) project/train.py @$$recipe || exit 1; done
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

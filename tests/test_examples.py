@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ import modal_run_pipeline
 from examples import lora
 from examples import pipeline_of_any_model as any_model
 from project import plot
-from tests.project.programs import ROOT, TINY, run
-from tests.ranks import Ranks
+from tests.project.programs import ROOT, TINY, parse, run
+from tests.ranks import Ranks, under_torchrun
 from tests.test_readme import check
 
 BATCHES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
@@ -229,3 +230,32 @@ def test_adapters_change_nothing_until_they_are_trained() -> None:
     before = model(input_ids=x).logits
     lora.adapt(model)
     assert torch.equal(model(input_ids=x).logits, before)
+
+
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_recipe_can_be_typed_and_says_where_it_is_from_and_what_to_expect(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of the hub. A large one is of a run under torchrun."""
+    monkeypatch.setattr("project.rules.size_of_tokenizer", lambda _: 50257)
+    head = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
+    assert f"project/train.py @examples/recipes/{path.name}\n" in head
+    small = path.stem.startswith("small_")
+    assert ("Expect a validation loss of " if small else "Not run here.") in head
+    with nullcontext() if small else under_torchrun(0, 8):
+        args = parse(f"train @{path} --device cpu")
+    assert args.world_size == (2 if small else 8)
+
+
+def test_the_small_recipes_run(ranks: Ranks) -> None:
+    """Each as far as four steps of a tiny model show."""
+    for path in RECIPES:
+        if path.stem.startswith("small_"):
+            less = "--num_batches 4 --warmup_steps 2 --n_layer 1 --n_embd 16 --n_head 2 --n_test 2 "
+            few = "--batch_size 6 --n_train 20 --n_validation 9 --vocab_size 300"
+            decay = "--decay_steps 2" if "wsd" in path.read_text() else ""
+            printed, error = run(f"train @{path} {less} {few} {decay}", ranks)
+            assert error is None, printed

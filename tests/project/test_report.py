@@ -208,7 +208,8 @@ def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "rank 0, 2000.0 to 5500.0 ms, before B0 of stage 0, which needs B0 of stage 1: fill "
         "3000.0 ms, transfer 500.0 ms",
         "rank 1, 7500.0 to 9500.0 ms, at the end: fill ",
-        "Take this step apart : more micro-batches, another schedule, an action in another place.",
+        "Take this step apart : more micro-batches, a different schedule, an action in a different "
+        "place.",
         "rank 0 38.1 38.1 76.3 668",
     ):
         assert said in text
