@@ -9,12 +9,14 @@ the shard's gradients and optimizer state. Layers gather their parameters just b
     compute   | F0       | F1       | F2 | B2       | B1       | B0       | update
     gather      1          2               1          (0)
     reduce                                            2          1
+    free                  0          1                     2          1          0
 
 While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
-no rank holds more than two layers' parameters whole. (CPU ranks of one machine read each other's
-memory: there nothing is in transit. A layer's shards are read when it computes, and its gradients
-added up when the layer below has its own.) Layer 0 is an embedding, whose backward needs
-no weights: so (0) is left out.
+no rank holds more than two layers' parameters whole. A layer is freed when it has computed, in its
+backward before its gradients are sent; layer 2 stays after its forward, since its backward is next.
+(CPU ranks of one machine read each other's memory: there nothing is in transit. A layer's shards
+are read when it computes, and its gradients added up when the layer below has its own.) Layer 0 is
+an embedding, whose backward needs no weights: so (0) is left out.
 
 `zero` says what is sharded: 2 gradients and optimizer state, 3 also the parameters. (The optimizer
 state alone: zero1.py, for any layout.) Bytes in fp32 with AdamW for W ranks and P parameters, L of

@@ -57,7 +57,8 @@ class FlatSlice(NamedTuple):
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 """Makes the optimizer of this rank's slices, each with its parameter's name, so that it may treat
-some otherwise. It must work element by element, like SGD, Adam or AdamW."""
+some otherwise. It works element by element, as AdamW does, or is told where the pieces of a matrix
+lie, as Muon is."""
 
 
 class Unit:

@@ -3,7 +3,8 @@
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
 and every --save_every steps. Beside weights and optimizer state it holds the number of steps done,
 the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The global batch,
-the learning rate and the dropout of a step are functions of the seed and the step's number.
+the learning rate and the dropout of a step are functions of the seed and the step's number; masks
+that are hashed, of seed, epoch and example.
 
 A step in the middle of an epoch is resumed so:
 
