@@ -27,7 +27,7 @@ from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_tar
 
 TITLE = "documents apart, gpt2-mini, fp32, a core per rank: tokens/s, beside rows of one document"
 ROUNDS, VOCABULARY = 5, 4096
-GOAL = 0.95  # no slower: rounds vary by as much
+GOAL = 1.0  # no slower
 # Rows, their positions, and the median lengths of documents.
 CASES = (
     ((3, 128), (10, 60)), ((1, 256), (30, 120)), ((1, 1024), (30, 300)), ((1, 4096), (300, 1500)),

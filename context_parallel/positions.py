@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 def multiple(size: int, tensor_ranks: int = 1) -> int:
-    """The lengths that can be cut over `size` ranks, and each rank's positions again over `parts`,
-    are the multiples of this."""
+    """The lengths that can be cut over `size` ranks, and each rank's positions again over
+    `tensor_ranks`, are the multiples of this."""
     return size * (2 if tensor_ranks % 2 else 1) * tensor_ranks
 
 

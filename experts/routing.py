@@ -34,9 +34,9 @@ over micro-batches and ranks, as a gradient is, so it travels as one:
 
     added = sum over e of b_e (count_e - mean count)         its gradient for b_e is the excess
 
-Every layout sums it as it sums gradients, shards it, and saves b as a weight. Only the update is
-another: by the sign, and at a rate of its own (training/optimization.py); the norm leaves it out.
-So the bias is equal under every layout, which one by counts of a rank would not be.
+Every layout sums it as it sums gradients, shards it, and saves b as a weight. Only the update
+differs: by the sign, and at a rate of its own (training/optimization.py); the norm leaves it out.
+So the bias is equal under every layout. Moved by the counts of one rank it would not be.
 
 Logits may grow until their exponentials overflow or round. --router_z adds to the loss, as the
 balance loss is added, the mean over a sequence of (log of the sum of exponentials of its logits)^2.

@@ -172,7 +172,7 @@ class PricedStep:
         return PricedStage(passes, exchange, update, number, shard, held, working, cached)
 
     def _scattered(self, each: float, number: float, apart: float) -> float:
-        """Seconds to reduce or gather `nbytes` bytes of each parameter; `apart`: of experts."""
+        """Seconds to reduce or gather `each` bytes of every parameter; `apart`: of experts."""
         shared = self.replicas.scatter(each * (number - apart))
         return shared + self.of_experts.scatter(each * apart)
 

@@ -237,8 +237,9 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
 
 
 def cached_by_block(model: Model, layout: Layout) -> float:
-    """Bytes that a block holds while texts are continued: the keys and values of so many times a
-    micro-batch's positions, and a quarter as room to grow; see `training.tasks.sequences`."""
+    """Bytes that a block holds while texts are continued: the keys and values of `KEYS_KEPT` times
+    the positions of a micro-batch, and a quarter as room to grow; see `training.tasks.sequences`.
+    """
     t = layout.micro_batch * model.seq // layout.cp
     times = KEYS_KEPT if layout.recompute == "never" else 1
     return times * t * 2.5 * model.kv_share * model.hidden * BYTES[layout.precision] / layout.tp

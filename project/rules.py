@@ -126,10 +126,12 @@ def rules(args: Options) -> Iterator[Rule]:
     if args.optimizer == "adamw":
         yield from without_effect(args, "momentum", "AdamW has --betas", LEAVE)
     if args.optimizer == "sgd":
-        rule = "sgd has a momentum alone"
+        rule = "sgd has only --momentum"
         yield from without_effect(args, "weight_decay betas eps", rule, LEAVE)
     if args.optimizer != "muon":
-        yield from without_effect(args, "adamw_lr", "only --optimizer muon has another", LEAVE)
+        yield from without_effect(
+            args, "adamw_lr", "only --optimizer muon has a second rate", LEAVE
+        )
     if args.lr_scheduler != "wsd":
         yield from without_effect(args, "decay_steps", "only --lr_scheduler wsd has it", LEAVE)
     yield (

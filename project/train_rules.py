@@ -133,7 +133,7 @@ def of_experts(args: Options) -> Iterator[Rule]:
     rule = f"experts are kept busy by a {args.balance_by}"
     yield from rules.without_effect(args, other, rule, rules.LEAVE)
     yield ("optimizer balance_by", args.balance_by == "loss" or args.optimizer != "sgd",
-           "sgd has no steps of one size for biases", "--optimizer adamw works")  # fmt: skip
+           "only AdamW moves biases by steps of one size", "--optimizer adamw works")  # fmt: skip
     if args.experts is None:
         names = "top_k shared_experts balance_by balance_coefficient balance_rate router_z"
         yield from rules.without_effect(args, names, "there are no experts", "--experts 4 works")

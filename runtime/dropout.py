@@ -56,8 +56,8 @@ def mixed(number: int, site: int, index: int) -> int:
 
 
 Keys = Tensor | int | None
-"""[B], int64: a number per example and step, to hash. Or, on a GPU, one number, below 2^63, for all
-of them, to draw from. None: draw from torch's generator as it is."""
+"""[B], int64: a number per example and epoch, to hash. Or, on a GPU, one number, below 2^63, for
+all of them, to draw from. None: draw from torch's generator as it is."""
 
 
 Index = Tensor | int

@@ -9,7 +9,7 @@ Kept by each of K stages, for L layers and M micro-batches of a batch of N examp
 
     never         N L/K                          everything
     always        N  +  N/M L/K                  a stage's inputs; one micro-batch, computed again
-    except_last   the same                       as always, but all of the last micro-batch
+    except_last   the same                       as always, and everything of the last micro-batch
     sqrt          N sqrt(L/K)  +  N/M sqrt(L/K)  the inputs of segments; of one segment, the rest
 
 Where one micro-batch is held at a time (one stage, data parallelism, shards) a segment per stage

@@ -130,6 +130,7 @@ def test_make_clean_leaves_what_people_have_made(tmp_path: Path) -> None:
 
 
 QUOTED = re.compile(r"`([^`]+)`")
+NAMES_ALONE = re.compile(r"(its head, )?`[A-Za-z_][\w.]*`(, `[A-Za-z_][\w.]*`)*")
 FILE = re.compile(r"[\w*.]+(/[\w*.]+)+\.(py|png)")
 
 
@@ -152,7 +153,24 @@ def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             elif code and cell not in paragraphs and quote.isidentifier():
                 known = re.search(rf"^ *(def|class|from .* import.*) {quote}\b", code, re.MULTILINE)
                 found += [quote] * (known is None)
-    return found
+    return found + [name for row in rows for name in missing_names(row)]
+
+
+def missing_names(row: str) -> list[str]:
+    """The names that a table's row says of its files, in a cell of names alone behind them, and
+    that none of the files defines."""
+    files = [ROOT / quote for quote in QUOTED.findall(row) if quote.endswith(".py")]
+    code = "".join(file.read_text("utf-8") for file in files if file.is_file())
+    named = [
+        cell for cell in row.partition(".py`")[2].split("|") if NAMES_ALONE.fullmatch(cell.strip())
+    ]
+    names = (
+        {name for cell in named for name in re.findall(r"\w+", " ".join(QUOTED.findall(cell)))}
+        if code
+        else set()
+    )
+    begins = r"^( *(def|class|from .* import.*) )?"
+    return [name for name in sorted(names) if not re.search(rf"{begins}{name}\b", code, re.M)]
 
 
 NAMES = "architecture reading use debugging cmu_11868 brown_cs1390"

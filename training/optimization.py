@@ -254,6 +254,7 @@ class GlobalOptimizer:
         elif gradients and factor < 1:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
+            # A group may have its own rate, or a multiple of the run's; see `make_optimizer`.
             group["lr"] = group.get("rate", self.rate * group.get("times", 1.0))
         self._step(optimizer)
 

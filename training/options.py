@@ -309,7 +309,7 @@ class Axes:
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is smallest if all experts are used equally; 0: none"""
     balance_rate: Positive = 0.001
-    """how far a bias moves in a step; probabilities are chosen by, so 1 is the whole range"""
+    """how far a bias moves in a step; it is added to a probability, so 1 is the whole range"""
     router_z: Coefficient = 0.0
     """weight of a loss that keeps the router's logits small, as 0.001; 0: none"""
     zero: Literal[1, 2, 3] | None = None

@@ -96,8 +96,8 @@ train context --num_workers 3 --attention heads --model gpt2-mini => the 3 ranks
 train 3d --cp 2 --tp 4 --attention heads --model gpt2-mini => the 2 ranks must share 1 head
 # without effect
 train ddp --momentum 0.5 => AdamW has --betas; leave it out
-train ddp --optimizer sgd --betas 0.9,0.95 => sgd has a momentum alone; leave it out
-dp --adamw_lr 1e-3 => only --optimizer muon has another; leave it out
+train ddp --optimizer sgd --betas 0.9,0.95 => sgd has only --momentum; leave it out
+dp --adamw_lr 1e-3 => only --optimizer muon has a second rate; leave it out
 train ddp --optimizer muon => matrices of GPT-2's blocks, and vgg16 has none; --optimizer adamw
 dp --decay_steps 5 => only --lr_scheduler wsd has it; leave it out
 dp --learning_rate 1e-3 --min_lr 2e-3 => a decay goes down; --min_lr 0.0001 works

@@ -13,8 +13,10 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     on_mesh.py      what these two have in common                    MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
-What a rank holds is one list of records, `Held`, and what follows backward goes by it: averaging by
-`replicas`, clipping by `counts`, checkpoints by the rectangle, the comparison of replicas by both.
+What a rank holds is one list of records, `Held`, and what follows backward goes by it: clipping by
+`counts`, checkpoints by the rectangle, the comparison of replicas by both. Over which ranks
+gradients are added up depends on the parameter's name (`data_axes` in on_mesh.py; tied ones in
+stages.py).
 
 Three things have three names. `dp_rank` of `dp_size`: which part of each global batch is this
 rank's. `Held.replicas`: which ranks hold the same. The axes `pp` and `tp` of a mesh: which place
@@ -55,6 +57,7 @@ class Held:
 
         whole on W replicas          the parameters are dealt out: replica i % W counts the i-th
         in shards over replicas      each rank its shard
+        in several copies of shards  the ranks of the first copy, each its shard
         cut over tp, or experts      each rank its part
         whole on all ranks of tp     the first of them
         tied, on several stages      the first of them
@@ -113,7 +116,7 @@ def counts_here(is_first: bool, i: int = 0, rank: int = 0, size: int = 1) -> boo
     Args:
         is_first: whether this rank is the first of those of `tp` and of the stages that hold it.
         i: its number among the parameters of which that is so.
-        rank, size: this one's place among the replicas that have the whole gradient.
+        rank, size: this one's place among those that hold the same when the update begins.
     """
     return is_first and i % size == rank
 
@@ -245,8 +248,8 @@ class LaidOutModel(ABC):
 
     @property
     def layer_ranks(self) -> Any:
-        """A communicator of the ranks that have the same layers, or pieces of them; None: of this
-        rank alone."""
+        """A `Communicator` of the ranks that have the same layers, or pieces of them; None: of this
+        rank alone. (Programs without ranks do not import it.)"""
         return None
 
     def arrange_optimizers(self) -> None:

@@ -62,7 +62,7 @@ def continue_all(
         tokenizer: its end token ends a continuation, and is not in it.
         most: maximum number of new tokens per prompt. With 0 or less there are none.
         positions: at most, of prompts of similar lengths that are continued together.
-        cached: so many times as many positions are in their cache at most.
+        cached: their cache has room for at most `cached` times as many positions.
         bar: the text of a line that moves on a terminal; None shows none.
     """
     rows: list[list[int]] = [[] for _ in prompts]

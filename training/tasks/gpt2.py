@@ -143,10 +143,10 @@ class Sequences(NamedTuple):
         cache: of this process, where sentences are continued.
         positions: [T], their numbers in the sequence, where other ranks have other positions
             (layouts/context.py). None: this process has all of them.
-        balance: in training, what the balance loss of experts is made of (experts/routing.py).
+        balance: in training, what experts add to the loss, and from what (experts/routing.py).
         starts: [B, T], where the document of each position starts in its row, if none sees another
-            (runtime/documents.py): of all positions, also where other ranks have some. None: a row
-            is one.
+            (runtime/documents.py): of all positions, also where other ranks have some. None: each
+            row is one document.
     """
 
     hidden: Tensor

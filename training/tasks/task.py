@@ -68,8 +68,12 @@ class Step:
 
     def scale(self, averaging: int = 1) -> float:
         """What a rank multiplies the summed loss of its examples by. Its gradients, added up over
-        the ranks, are then those of the mean loss over all targets of the global batch. Where they
-        are averaged over `ranks` ranks, they are `ranks` times as large before that."""
+        the ranks, are then those of the mean loss over all targets of the global batch.
+
+        Args:
+            averaging: the number of ranks, where gradients are not added up but averaged over them
+                (replicated.py); each is that much larger before.
+        """
         return averaging / self.divisor
 
 
@@ -191,7 +195,7 @@ def steps_of_epoch(args: Options, num_examples: int) -> int:
 
 def rectangles(lengths: Sequence[float], most: int) -> list[slice]:
     """Cuts examples, from the shortest to the longest, so that each part has one example, or at
-    most so many positions when it is padded to its longest."""
+    most `most` positions when it is padded to its longest."""
     edges = [0]
     for i, length in enumerate(lengths):
         if i > edges[-1] and (i + 1 - edges[-1]) * length > most:

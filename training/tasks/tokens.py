@@ -81,7 +81,7 @@ def get_tokenizer(
 
 
 def evenly(items: Iterable[T], size: int, most: int) -> Iterator[T]:
-    """Of the first `size` items at most about so many, evenly spaced: to count the words of ten
+    """Of the first `size` items about `most`, or fewer, evenly spaced: to count the words of ten
     million pairs took 10 GB."""
     return islice(items, 0, size, -(-size // most) or 1)
 
