@@ -181,7 +181,7 @@ def calibrate() -> dict[str, Any]:
         "slices_us": 0.0, "collective_us": 0.0, "staged_us": 0.0,
         "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
         "reserve_gb": round(found["peak"], 3), "error": 0.0, "measured_nodes": 0,
-        "attention": "flash", "loss": "fused", "balance": "auto", "gathered": "again",
+        "attention": "flash", "loss": "plain", "balance": "auto", "gathered": "again",
     }  # fmt: skip
 
 

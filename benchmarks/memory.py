@@ -1,7 +1,7 @@
 """Peak memory of a whole run, with validation and translation, beside that of its steps alone and
 beside what the planner says, in every layout.
 
-    python -m benchmarks.memory                     all, some three minutes on two cores
+    python -m benchmarks.memory                     all, some five minutes on two cores
     python -m benchmarks.memory ddp pipeline        some
 
 Memory is resident, as the system counts it; the largest of the ranks counts. It hardly differs from
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.harness import Row, write_rows
+from benchmarks.harness import Row, format_table, write_rows
 from benchmarks.plan import HEADS, LAYERS, ROOT, WIDTH, imported, write_pairs
 from planning.cost import PricedStep
 from planning.describe import Layout, machine, model_of
 
-LENGTH, BATCH, MICRO, VOCABULARY = 64, 16, 4, 50257
+LENGTH, BATCH, MICRO, VOCABULARY, EXPERTS = 64, 16, 4, 50257, 4
 SIZES = (
     f"--model gpt2-mini --n_layer {LAYERS} --n_embd {WIDTH} --n_head {HEADS} --dropout 0 --keep 0 "
     f"--vocab_size {VOCABULARY} --model_max_length {LENGTH} --padding max_length --device cpu "
@@ -42,6 +42,8 @@ LAYOUTS = {
     "tensor": ("tensor -m 4", replace(TWO, tp=2)),
     "context": ("context -m 4", replace(TWO, cp=2)),
     "recomputation": ("ddp -m 2 --recompute always", replace(TWO, dp=2, recompute="always")),
+    "experts": (f"ddp -m 2 --experts {EXPERTS} --ep 2", replace(TWO, dp=2, ep=2)),
+    "cp x pp x dp": ("3d --dp 2 --cp 2 --pp 2 -m 2", replace(WHOLE, gpus=8, dp=2, cp=2, pp=2)),
 }
 
 
@@ -60,19 +62,22 @@ def run(names: Sequence[str] = ()) -> list[Row]:
     """The goal is at most 1.05 times the memory of the steps: steps / run of 0.95."""
     rows = []
     # Of a machine memory depends on this alone, as `benchmarks.calibrate` has it of this computer.
-    here = replace(machine("h100"), loss="fused", gathered="again", reserve_gb=imported())
-    model = model_of(None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=VOCABULARY, seq=LENGTH)
+    here = replace(machine("h100"), overlap="nothing", gathered="again", reserve_gb=imported())
+    dense = model_of(None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=VOCABULARY, seq=LENGTH)
     for name in names or LAYOUTS:
         options, layout = LAYOUTS[name]
+        model = replace(dense, experts=EXPERTS, top_k=2) if layout.ep > 1 else dense
         steps, whole = peak(f"{options} --benchmark_only"), peak(options)
         planned = 1024 * PricedStep(model, layout, here).memory_gb
         ratio = min(planned, whole) / max(planned, whole)
-        rows += [
+        of_layout = [
             Row(f"{name}, whole run", whole, (whole, whole), "MiB", steps / whole,
                 f"steps alone, {steps:.0f} MiB", 1 / 1.05),
             Row(f"{name}, whole run", whole, (whole, whole), "MiB", ratio,
                 f"of the prediction, {planned:.0f} MiB", 0.9),
         ]  # fmt: skip
+        print(format_table(name, of_layout), end="\n\n", flush=True)
+        rows += of_layout
     write_rows("memory", "Peak memory of a whole run", rows)
     return rows
 

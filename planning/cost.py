@@ -37,6 +37,7 @@ UPDATE_BYTES = 48
 GIB = 2**30
 BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, beside backward: DDP's own
 FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
+KEPT = 32 * 2**20  # bytes: glibc's malloc gives larger tensors back to the system, once freed
 
 
 def blocks_of_stages(model: Model, layout: Layout, machine: Machine) -> list[int]:
@@ -110,6 +111,7 @@ class PricedStep:
         self.size = BYTES[layout.precision]
         self.whole, self.entry, self.late = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp / layout.cp
+        self.on_cores = machine.overlap == "nothing"
         self.overlapped = machine.overlap in ("gradients", "all")
         self.early = machine.overlap == "all" or (self.overlapped and not layout.zero)
         small = self.simulator(1)
@@ -166,7 +168,7 @@ class PricedStep:
             backward = backward._replace(gathering=exposed)
         shard = (number - apart + apart * layout.ep) / layout.sharing
         exchange, update = self._end_of_step(blocks, tables, number, apart, shard)
-        held, working = self._memory_of_stage(blocks, tables, last, halves)
+        held, working = self._memory_of_stage(blocks, tables, last, halves, number)
         passes = Passes(forward, backward, late)
         cached = blocks * cached_by_block(model, layout)
         return PricedStage(passes, exchange, update, number, shard, held, working, cached)
@@ -208,34 +210,57 @@ class PricedStep:
         return exchange, update
 
     def _memory_of_stage(
-        self, blocks: int, tables: int, last: bool, halves: bool
+        self, blocks: int, tables: int, last: bool, halves: bool, number: float
     ) -> tuple[float, float]:
         """Bytes until the backward of a micro-batch, and those more while a backward runs."""
         again = self.layout.recompute == "always"
         held, working = blocks * (self.entry if again else self.whole), self.whole * again
         working += self.late * blocks * halves
         if last:
-            # Bytes per logit that wait for backward; as many are added when it begins. fused: those
-            # of the products' type alone; plain: the log-softmax in fp32 besides.
-            each = self.size + (0 if self.machine.loss == "fused" else max(4, self.size))
-            waiting, more = each, each
+            # Bytes per logit that wait for backward, and those more when it begins. fused: of the
+            # products' type; plain: in all those of three log-softmax, in fp32 at least.
+            log = max(4, self.size)
+            waiting = log + (self.size if self.size < log else 0)
+            more = 3 * log - waiting
+            if self.machine.loss == "fused":
+                waiting, more = self.size, self.size
             if halves:  # what waits for W is the gradient of the logits alone
                 held += self.logits * self.size
-                waiting, more = 0, 2 * each
+                waiting, more = 0, waiting + more
             held += self.logits * waiting
             # A block is computed again when the logits are gone.
             working = max(working - waiting * self.logits, more * self.logits)
         if tables or last:  # the gradient of the embedding, or of the head, twice
-            working += 2 * self.size * self.model.table / self.layout.tp
+            twice = 2 * self.size * self.model.table / self.layout.tp
+            if last and self.on_cores and self.size * self.logits >= KEPT:
+                # By then the system has the log-softmax back, and only logits are there.
+                twice += (2 * self.size - waiting) * self.logits
+                working = max(working, twice)
+            else:
+                working += twice
+        working += self._exchanged(number, tables)
         if self.layout.zero == 3:
             # Gathered: the tables, the block that computes, with its gradients, and the next one.
             tables_size = tables * self.model.table / self.layout.tp
             working += self.size * (3 * self.block_size + tables_size)
         return held, working
 
+    def _exchanged(self, number: float, tables: int) -> float:
+        """Bytes that cores hold for sums over replicas: of gradients in buckets, beside those that
+        stages add up; of the two last units under ZeRO-2 and 3; and what a rank reads of others'
+        memory, which counts as its own."""
+        layout, each = self.layout, gradient_bytes(self.layout)
+        if not self.on_cores or layout.sharing == 1:
+            return 0.0
+        read = (layout.sharing - 1) / layout.sharing
+        if layout.zero > 1:
+            return 2 * (1 + read) * each * tables * self.model.table / layout.tp
+        plain = layout.gpus == layout.dp and not layout.zero and layout.ep == 1
+        return (read if plain else 1 + read) * each * number
+
     def _exposed(self, seconds: float, work: float) -> float:
         """What ZeRO-2's and 3's collectives add to the seconds of a pass over a micro-batch."""
-        if self.machine.overlap == "nothing":  # then its ranks wait for the last one, too
+        if self.on_cores:  # then its ranks wait for the last one, too
             return seconds + self.machine.skew * work
         return max(0.0, seconds - work)  # parameters are fetched ahead
 

@@ -261,6 +261,28 @@ def test_memory_is_what_can_be_counted() -> None:
     assert less == 4 * 6 * 4 * 1024 * 1024 * 2  # 4 held, 6 blocks' inputs of 4 x 1024 x 1024 x 2 B
 
 
+def test_memory_of_cores_is_as_what_was_measured_on_them() -> None:
+    """docs/planning.md has the peaks. The logits' gradient beside two of the table; or, of logits
+    so small that malloc keeps them, three of a log-softmax. And what is exchanged: a bucket for
+    each gradient that stages add up, or two of the table, and others' parts, which are read."""
+    model = model_of(None, layers=4, hidden=256, heads=4, vocab=50257, seq=64)
+    cores = replace(machine("h100"), overlap="nothing", gathered="again", reserve_gb=0)
+    table, number, logits = 4 * model.table, 4 * model.parameters, 4 * 256 * model.vocab
+
+    def working(**layout: Any) -> float:
+        asked: dict[str, Any] = {"micro_batch": 4, "batch_size": 16, "precision": "fp32"} | layout
+        return PricedStep(model, Layout(**asked), cores).memory[0].working
+
+    alone = logits + 2 * table
+    assert working(gpus=1) == alone
+    assert working(gpus=1, micro_batch=16) == 2 * 4 * logits
+    assert working(gpus=2, dp=2) == alone + number / 2
+    assert working(gpus=2, dp=2, zero=1) == alone + number * 3 / 2
+    gathered = table + 4 * 3 * model.block
+    assert working(gpus=2, dp=2, zero=3) == alone + 3 * table + gathered
+    assert working(gpus=2, cp=2) == 2 * logits / 2 + 2 * table + number * 3 / 2
+
+
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     for given in (
         {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2, "zero": 1}, {"dp": 1, "pp": 8, "schedule": "zb"},
