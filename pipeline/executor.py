@@ -40,10 +40,12 @@ class Channel(Protocol):
     `LocalChannel`, between GPUs a `CopyingChannel`, between processes a `PeerChannel`."""
 
     def put(self, i: int, value: Any) -> None:
-        """Hands micro-batch i over; does not wait for the neighbour."""
+        """Hands micro-batch i over, and does not wait until the neighbour takes it. It may keep its
+        memory until then."""
 
     def get(self, i: int) -> Any:
-        """Waits for micro-batch i. They may arrive in another order."""
+        """Waits until the neighbour has handed micro-batch i over: the one place in a step where a
+        stage waits for another. They may arrive in a different order."""
 
     def stop(self) -> None:
         """Wakes who waits, or will: it raises `Stopped`."""

@@ -147,15 +147,10 @@ def describe(*runs: Run) -> str:
 
 def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
-    with the most; ddp2 is ddp=2, unless there is such a folder. Raises UserError if there is none,
-    with the command that makes it."""
-    strategy, equals, ranks = word.partition("=")
-    if not equals:
-        strategy = word.rstrip("0123456789")
-        ranks = word.removeprefix(strategy)
-    for folder in (Path(word), root / word):
-        if strategy not in STRATEGIES or (ranks and folder.is_dir()):
-            return Run(folder)
+    with the most. Raises UserError if there is none, with the command that makes it."""
+    strategy, _, ranks = word.partition("=")
+    if strategy not in STRATEGIES:
+        return Run(Path(word))
     made = {}
     for path in root.glob(f"{strategy}*/{SUMMARY}"):  # ddp2, or 3d2x1x2-cp2: ranks on each axis
         lengths = path.parent.name.removeprefix(strategy)

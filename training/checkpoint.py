@@ -189,7 +189,7 @@ class Saver:
         """
         self.wait()  # at most one is being written
         last = ["0", *names(self.folder)][-1]
-        name = self.world.from_main(f"{int(last.split('-')[0]) + 1:06d}-{label}")
+        name, *_ = self.world.gather(f"{int(last.split('-')[0]) + 1:06d}-{label}")  # rank 0's
         sizes = {file: len(content) for file, content in files.items()}
         full_state = {"format": FORMAT, "bytes": sizes, **state}
         texts = {STATE: json_text(full_state, indent=1).encode(errors="backslashreplace"), **files}

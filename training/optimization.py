@@ -89,14 +89,6 @@ class Recipe:
         return args.learning_rate * high + args.min_lr * (1 - high)
 
 
-def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms of gradients, a vector per device and type. Waits for no GPU."""
-    alike: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return [torch.stack(torch._foreach_norm(group)) for group in alike.values()]
-
-
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """What a gradient of this norm is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
@@ -159,28 +151,17 @@ class GlobalOptimizer:
         """
         self.rate = self.recipe.learning_rate_at(self.steps)  # skipped steps have one, too
         facts = self._facts(loss, counts)
-        launched = target_tokens > 0 and self._launch_update(facts)
+        launched = target_tokens > 0 and facts.device.type != "cpu" and self._launch_update(facts)
         square, *others = facts.tolist()  # the only place where a step waits for its GPU
         losses = others[: self._world.world_size]
         self.counts = Counts(*others[self._world.world_size :])
-        self.norm = math.sqrt(square)
-        self.loss_sum = sum(losses)
-        epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
-        where = f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
-        wrong = self._wrong(losses)  # so all ranks take the same way from here
-        if wrong and self.recipe.args.on_nan == "stop":
-            raise RunError(f"{where}: {wrong}; {ADVICE}")
-        self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets resets it
-        if self.in_a_row == MOST_IN_A_ROW:
-            raise RunError(f"{where}: {wrong}, as were {MOST_IN_A_ROW - 1} before it; {ADVICE}")
-        self.steps += 1
-        self.loss = math.nan
-        if wrong or not target_tokens:
-            return f"{where}: {wrong or 'the batch has no target token'}; the step was skipped"
+        self.norm, self.loss_sum, self.loss = math.sqrt(square), sum(losses), math.nan
+        if not target_tokens or not all(map(math.isfinite, (square, *losses))):
+            return self._left_out(losses)  # all ranks take the same way
+        self.in_a_row, self.steps = 0, self.steps + 1
         self.loss = self.loss_sum / target_tokens
-        factor = clip_factor(self.norm, self.recipe.args.max_grad_norm)
         if not launched:
-            self._update(factor)
+            self._update(clip_factor(self.norm, self.recipe.args.max_grad_norm))
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +199,7 @@ class GlobalOptimizer:
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
         )
         devices = {p.device for owned in self._owned for p in owned}
-        if not fused or facts.device.type == "cpu" or devices != {facts.device}:
+        if not fused or devices != {facts.device}:
             return False
         # Four kernels: infinity and NaN times 0 are NaN, which is not 0.
         not_finite = facts[: 1 + self._world.world_size].sum().mul(0).ne(0).float()
@@ -237,8 +218,11 @@ class GlobalOptimizer:
         return [norms for i in range(len(self.optimizers)) for norms in self._norms_of(i)]
 
     def _norms_of(self, i: int) -> list[Tensor]:
-        """Those of one optimizer's parameters."""
-        return norms_of(_gradients(self._counted[i]))
+        """Those of one optimizer's parameters, a vector per device and type. Waits for no GPU."""
+        alike: dict[Any, list[Tensor]] = {}
+        for gradient in _gradients(self._counted[i]):
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        return [torch.stack(torch._foreach_norm(group)) for group in alike.values()]
 
     def _update(self, factor: float | Tensor) -> None:
         """Clips by a factor, which is a number or still being computed on the GPU, and updates."""
@@ -261,6 +245,20 @@ class GlobalOptimizer:
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's own step. (Shards do more in theirs.)"""
         optimizer.step()
+
+    def _left_out(self, losses: list[float]) -> str:
+        """Counts a step whose loss or gradient is not finite, or that has no target. Returns why it
+        is skipped. Raises RunError, see `step`."""
+        epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
+        where = f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
+        wrong = self._wrong(losses)
+        if wrong and self.recipe.args.on_nan == "stop":
+            raise RunError(f"{where}: {wrong}; {ADVICE}")
+        self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets resets it
+        if self.in_a_row == MOST_IN_A_ROW:
+            raise RunError(f"{where}: {wrong}, as were {MOST_IN_A_ROW - 1} before it; {ADVICE}")
+        self.steps += 1
+        return f"{where}: {wrong or 'the batch has no target token'}; the step was skipped"
 
     def _wrong(self, losses: list[float]) -> str | None:
         """What is not finite, in words."""

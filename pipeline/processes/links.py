@@ -21,11 +21,21 @@ that arrives before it is asked for is kept.
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
 and pair of ranks in order, on one stream beside the compute stream. A body's receive is launched
-when its head is read: the hosts run ahead of their GPUs, so it waits there before the GPU needs it.
+when its head is read. The host runs ahead of its GPU, so it is there while the GPU still computes
+the actions before; but NCCL lets a receive begin only after all that was launched on the stream
+that is current then. On the compute stream it would lie bare, between two actions. So it is
+launched on a stream on which nothing else is, and only what is launched next waits for it:
+
+    host               F2 launched | head of 3 | receive 3, F3 launched
+    compute stream     F1 ............ F2 ................ F3 ........    F3 waits for 3 alone
+    beside             |receive 2|          |receive 3|                   for nothing of this rank
+
 (Not launched before its head: after the last message of a step such a receive would run on, and
-whoever waits for the whole GPU would wait for it. Not measured.) Ranks that share a GPU have gloo
-alone, which sends from the CPU's memory: there the body goes through it, and both ends wait. The
-groups come from runtime/mesh.py: all ranks of a run make them together.
+whoever waits for the whole GPU would wait for it.) A send waits for the action whose result it is,
+and an action for no send but one so long ago that it was received (neighbours.py). None of this was
+timed on GPUs. Ranks that share a GPU have gloo alone, which sends from the CPU's memory: there the
+body goes through it, and both ends wait. The groups come from runtime/mesh.py: all ranks of a run
+make them together.
 
 A rank that fails closes its connections; ranks that notice close theirs too.
 """
@@ -79,6 +89,7 @@ class Link:
         self._size_out = self._size_in = _FIRST_SIZE  # bytes of the next first transfers
         self._posted: list[InFlight] = []  # receives: at most one
         self._early: dict[Any, Any] = {}  # arrived before they were asked for, by name
+        self._beside = torch.cuda.Stream(device) if bodies else None  # receives bodies
 
     def send(self, name: Any, value: Any) -> list[InFlight]:
         """Starts to send a value; the caller waits for the transfers later."""
@@ -137,10 +148,23 @@ class Link:
         with suppress(PeerError):  # the message that has just arrived may have been the last
             self._post(self._size_in)  # the next travels while this one is used
         body = envelope[begin:size].to(self._device)  # on a CPU a view
-        if self.bodies and nbytes:  # NCCL: the stream waits, not the host
-            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            attempt(dist.irecv, body, self.peer, self.bodies[1]).wait()
+        if self.bodies and nbytes:
+            body = self._receive_beside(nbytes)
         return Received(envelope[_START.size : begin].numpy().tobytes(), body).load()
+
+    def _receive_beside(self, nbytes: int) -> Tensor:
+        """A body from GPU to GPU. What is launched from now on waits for it, and the host does not.
+
+        Its memory belongs to the stream beside, on which the next body could take it as soon as it
+        is freed here, where that only means: launched. Now that one waits for what the compute
+        stream has been given by then."""
+        with torch.cuda.stream(self._beside):
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            work = attempt(dist.irecv, body, self.peer, self.bodies[1])
+        work.wait()
+        if self._beside is not None:  # else bodies travel apart on a CPU
+            body.record_stream(torch.cuda.current_stream(self._device))
+        return body
 
     def _post(self, size: int) -> None:
         """Posts a receive of `size` bytes."""

@@ -42,13 +42,15 @@ class PeerChannel(Channel):
         self.most = 1
 
     def put(self, i: int, value: Any) -> None:
-        """Sends micro-batch i (-1: none); does not wait until it is received."""
+        """Sends micro-batch i (-1: none). If more than `most` are under way, waits for the oldest:
+        in a step that has been received (`Neighbours.start_step`), so nobody is waited for."""
         with self._named("handing", i), self._acting("send", self._ends[0], i, self._link.peer):
             self.sends.append(self._link.send((self._what, i), value))
             self._wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
-        """Waits for micro-batch i. Messages may arrive before the schedule needs them."""
+        """Waits until the neighbour has sent micro-batch i; with GPUs the host waits for its head,
+        and what is launched next for its body. Some may arrive before the schedule needs them."""
         at = self._ends[1]
         with self._named("waiting for", i), self._acting("receive", at, i, self._link.peer):
             return self._link.receive((self._what, i))
@@ -98,7 +100,9 @@ class Neighbours:
         acting: Acting,
     ) -> None:
         self.rank, self._groups, self._acting = rank, list(groups), acting
-        self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
+        self._tied = {
+            name: users for name, users in sorted(tied.items()) if rank in users and len(users) > 1
+        }
         linked = [*pairwise(ranks), *(p for users in tied.values() for p in combinations(users, 2))]
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
         self.links = open_links(pairs, groups, device) if groups else {}  # by peer
@@ -124,14 +128,22 @@ class Neighbours:
         if self._groups:
             attempt(dist.broadcast, value, None, self._groups[0], False, source)
 
-    def sum_tied(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def sums_over_users(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Adds up what the ranks that share parameters have for them, by name, in the order of the
-        ranks: the same bits on all of them. A rank may have nothing for a name."""
-        by_rank = {self.rank: terms, **self._exchanged(terms)}
+        ranks: the same bits on all of them. A rank may have nothing for a name. All send before one
+        waits; when it returns, the terms may be overwritten."""
+        if not self._to_users:
+            return {}
+        with self._acting("all_reduce"):
+            for peer, channel in self._to_users.items():
+                channel.put(-1, {n: t for n, t in terms.items() if peer in self._tied[n]})
+            received = {peer: channel.get(-1) for peer, channel in self._from_users.items()}
+            for channel in self._to_users.values():
+                channel.finish()
+        by_rank = {self.rank: terms, **received}
         sums = {}
         for name, users in self._tied.items():
-            of_users = [by_rank[r][name] for r in users if name in by_rank[r]]
-            if of_users and len(users) > 1:
+            if of_users := [by_rank[r][name] for r in users if name in by_rank[r]]:
                 sums[name] = add_up(of_users)
         return sums
 
@@ -163,19 +175,6 @@ class Neighbours:
         if self._groups and dist.is_initialized():  # NCCL's groups would wait for the other ranks
             dist.destroy_process_group(self._groups[0])
         self._groups = []
-
-    def _exchanged(self, values: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Sends every rank those of the values, by the name of a parameter, that it shares with
-        this one; returns what they have sent, by rank."""
-        if not self._to_users:
-            return {}
-        with self._acting("all_reduce"):
-            for peer, channel in self._to_users.items():  # does not wait: all send, then receive
-                channel.put(-1, {n: v for n, v in values.items() if peer in self._tied[n]})
-            received = {peer: channel.get(-1) for peer, channel in self._from_users.items()}
-            for channel in self._to_users.values():
-                channel.finish()  # so that the values may be overwritten
-            return received
 
     def _channel(self, peer: int, what: str, places: str, ends: tuple[int, int]) -> PeerChannel:
         what = f"{what} from {places} {ends[0]} to {places} {ends[1]}"

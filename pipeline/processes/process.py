@@ -227,14 +227,14 @@ class ProcessPipe:
             self._run(stages, inputs, lists, end)
             for stage in stages:
                 deliver(stage.take_gradients())
-            if ready is None:
-                self._sum_tied(tied)
-            for p, gradient in earlier.items():
-                if gradient is not None and p.grad is not None:
-                    new, p.grad = p.grad, gradient
-                    hand_over({p: new})
             total = losses.total() if self._is_last else torch.zeros((), device=self.device)
-            return total.double()
+        if ready is None:
+            self.sum_tied(tied)
+        for p, gradient in earlier.items():
+            if gradient is not None and p.grad is not None:
+                new, p.grad = p.grad, gradient
+                hand_over({p: new})
+        return total.double()
 
     def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
         """The last layer's output, on the rank with the last stage; None elsewhere.
@@ -263,23 +263,19 @@ class ProcessPipe:
             parameters: this rank's, by their names; or what an optimizer updates instead of tied
                 ones, such as shards, of one shape on all of their ranks.
         """
-        with self._step():
-            self._sum_tied(parameters)
-
-    @torch.no_grad()
-    def _sum_tied(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        terms = {
-            name: p.grad.to_dense()
-            for name, p in parameters.items()
-            if name in self._tied and p.grad is not None
-        }
-        for name, total in self._neighbours.sum_tied(terms).items():
-            p = parameters[name]
-            if p.grad is None or p.grad.is_sparse:
-                p.grad = None
-                hand_over({p: total})
-            else:
-                p.grad.copy_(total)  # in place: it may lie in a bucket
+        with self._step(), torch.no_grad():
+            terms = {
+                name: p.grad.to_dense()
+                for name, p in parameters.items()
+                if name in self._tied and p.grad is not None
+            }
+            for name, total in self._neighbours.sums_over_users(terms).items():
+                p = parameters[name]
+                if p.grad is None or p.grad.is_sparse:
+                    p.grad = None
+                    hand_over({p: total})
+                else:
+                    p.grad.copy_(total)  # in place: it may lie in a bucket
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

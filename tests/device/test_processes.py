@@ -69,7 +69,7 @@ def compared(
     """Trains a row of the table; what is wrong with it."""
     world, row = row_of(rank, world_size, name, dropout=0.0, **changes)  # masks: of the device
     plain_run = plain(row.problem, STEPS, torch.float64) if world.is_main else None
-    reference: Any = world.from_main(plain_run)
+    reference: Any = world.gather(plain_run)[0]
     return check(row, reference, world, STEPS, dtype).failure
 
 
@@ -271,6 +271,40 @@ def test_gloo_gets_no_message_of_a_device() -> None:
     for world, wanted in ((ranks(2), none), (ranks(2, NCCL), moves)):
         found = world.run(second_step, "pipeline2-1f1b-m3")
         assert [moves & collectives for _, collectives, _ in found] == [wanted] * 2
+
+
+def received(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+    """Of each body that a rank receives in two steps of a pipeline: whether that was launched on
+    the compute stream; and whether its memory was left to the compute stream afterwards."""
+    world, row = row_of(rank, world_size, "pipeline2-1f1b-m3")
+    bodies, owned, irecv = list[tuple[int, bool]](), set[int](), dist.irecv
+    compute = torch.cuda.current_stream()
+
+    def launched(x: Tensor, *where: Any) -> Any:
+        if x.device.type == "cuda":
+            bodies.append((id(x), torch.cuda.current_stream() == compute))
+            kept.append(x)
+        return irecv(x, *where)
+
+    def recorded(x: Tensor, stream: Any) -> None:
+        if stream == compute:
+            owned.add(id(x))
+
+    kept = list[Tensor]()  # so that ids are unique
+    with (
+        patch.object(dist, "irecv", launched),
+        patch.object(Tensor, "record_stream", recorded),
+        laid_out(row, world, torch.float32) as training,
+    ):
+        train(training.model, training.optimizer, islice(training._steps(), STEPS), "", rank=1)
+    return [(of_compute, key in owned) for key, of_compute in bodies]
+
+
+@on_device
+def test_a_body_is_received_beside_computing() -> None:
+    """NCCL would wait for all that is launched on the stream that is current."""
+    for bodies in ranks(2, NCCL).run(received):
+        assert len(bodies) >= 3 * STEPS and {*bodies} == {(False, True)}
 
 
 def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int], list[Tensor]]:

@@ -37,7 +37,7 @@ def on_a_rank(
 ) -> str:
     """What is said of a row. `draws`: dropout is not hashed, but drawn."""
     row, world = find(name), World(rank, world_size)
-    expected: Any = world.from_main(reference(row.problem, steps) if world.is_main else None)
+    expected: Any = world.gather(reference(row.problem, steps) if world.is_main else None)[0]
     drawn = patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext()
     with drawn, nan_in_new_memory():
         return check(row, expected, world, steps, dtype).failure

@@ -368,7 +368,7 @@ def test_the_files_of_other_hosts_go_to_rank_0_alone(ranks: Ranks, tmp_path: Pat
 def of_main(saver: Saver, name: str) -> Checkpoint:
     """The checkpoint that rank 0 finds, on every rank."""
     found = open_checkpoint(saver.folder / name) if saver.world.is_main else None
-    checkpoint = saver.world.from_main(Resume(found)).checkpoint
+    checkpoint = saver.world.gather(Resume(found))[0].checkpoint
     assert checkpoint is not None
     return checkpoint
 

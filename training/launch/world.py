@@ -99,14 +99,6 @@ class World:
                 dist.all_gather_object(values, value, self.group)
         return values
 
-    def from_main(self, value: T) -> T:
-        """Rank 0's value, on every rank; as bytes, too."""
-        values = [value]
-        if self.world_size > 1:
-            with self.last.waiting():
-                dist.broadcast_object_list(values, 0, self.group)
-        return values[0]
-
     def sum(self, values: Tensor) -> None:
         """Adds up the values of all ranks, in place and where they are: the bits are the same on
         all ranks."""
