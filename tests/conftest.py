@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.device import guard
-from tests.device.session import Device
-
 if TYPE_CHECKING:
+    from tests.device.session import Device
     from tests.ranks import Ranks
 
 # Until `start_server`: what is imported stays. To search it for garbage takes a fifth of the time.
@@ -125,9 +123,11 @@ def four_ranks(world_of: Callable[[int], Ranks]) -> Ranks:
 
 @pytest.fixture(scope="session")
 def _devices() -> Iterator[list[Device]]:
+    from tests.device import guard, session
+
     if reason := guard.missing():
         pytest.skip(reason)
-    processes = [Device()]
+    processes = [session.Device()]
     yield processes
     processes[0].close()
 
@@ -138,7 +138,7 @@ def device(_devices: list[Device]) -> Device:
     has ended it."""
     if _devices[0].broken:
         _devices[0].close()
-        _devices[0] = Device()
+        _devices[0] = type(_devices[0])()
     return _devices[0]
 
 

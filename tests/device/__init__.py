@@ -18,10 +18,9 @@ with their stream. A foreach operator counts as one kernel.
 What it cannot show: races between streams, memory, times, NCCL itself (gloo stands for it), CUDA
 graphs, torch.compile, and what an operator launches inside: one that is no view counts as one.
 
-It has to be there before torch is imported, whether torch is built for CUDA or for CPUs alone.
-`install` does it by hand. The `device` fixture (tests/conftest.py) starts a process that has it. So
-do programs, with `environment()`: Python imports arm/sitecustomize.py at its start, in them and in
-every process that they start.
+The `device` fixture (tests/conftest.py) has a process with it, forked from one that has imported
+the libraries. `install` puts it into any process that has not computed yet: autograd counts the
+devices once.
 
     guard.cpp   what torch's C++ asks a device for, compiled once (10 s) with g++
     tensors.py  a tensor of the device, and what an operator does with it
@@ -33,25 +32,9 @@ every process that they start.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-NUMBER = "DEVICES_WITHOUT_HARDWARE"  # an environment variable: how many; none without it
-
 
 def install(number: int = 2) -> None:
     """Make cuda:0 ... cuda:number-1 available from now on, in this process and its forks."""
-    from . import guard
+    from . import cuda, guard
 
-    library = guard.load()
-    from . import cuda  # imports torch
-
-    cuda.install(library, number)
-
-
-def environment(number: int = 2) -> dict[str, str]:
-    """The environment of a program that is to have the device."""
-    before = os.environ.get("PYTHONPATH", "")
-    folders = [str(ROOT / "tests" / "device" / "arm"), str(ROOT), *filter(None, [before])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), NUMBER: str(number)}
+    cuda.install(guard.load(), number)

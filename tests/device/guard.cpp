@@ -6,6 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <unordered_set>
 using namespace c10;
@@ -83,8 +84,7 @@ struct DeviceGenerator final : at::CPUGeneratorImpl {
 };
 
 namespace at {
-struct CUDAHooks final : CUDAHooksInterface {  // ATen looks for this name
-  explicit CUDAHooks(CUDAHooksArgs) {}
+struct CUDAHooks final : CUDAHooksInterface {
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -104,11 +104,14 @@ struct CUDAHooks final : CUDAHooksInterface {  // ATen looks for this name
   Allocator* getPinnedMemoryAllocator() const override { return &pinning_allocator; }
   Generator getNewGenerator(DeviceIndex k) const override { return make_generator<DeviceGenerator>(k); }
 };
-// A torch that is built for CUDA brings its own later: they are skipped, for these come first.
-C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
-extern "C" void claim() { impl::DeviceGuardImplRegistrar last(DeviceType::CUDA, new Guard()); }
+// Torch has made its hooks when it was imported, for CUDA or for CPUs alone: that object gets the methods of these.
+extern "C" void claim() {
+  static at::CUDAHooks hooks;
+  std::memcpy((void*)&at::detail::getCUDAHooks(), (void*)&hooks, sizeof(void*));
+  impl::DeviceGuardImplRegistrar last(DeviceType::CUDA, new Guard());
+}
 extern "C" void set_number(int n) { number = n; }
 extern "C" void set_on_wait(void (*f)(const char*)) { on_wait = f; }
 extern "C" int get_number() { return number; }

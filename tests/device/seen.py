@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,13 +111,18 @@ def _note(kind: str, what: Kernel | Wait | Copy | str) -> None:
             seen.order.append(what)
 
 
+@cache
+def calls(file: str) -> bool:
+    """Whether what a file does is noted under its name."""
+    ours = file.startswith((TORCH, HERE + "/", "<")) and "test_" not in Path(file).name
+    return not ours and not file.endswith(("contextlib.py", "threading.py"))
+
+
 def where() -> str:
     """The nearest caller outside torch and this package; in backward, autograd's node."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        ours = name.startswith((TORCH, HERE + "/", "<")) and "test_" not in Path(name).name
-        if not ours and not name.endswith(("contextlib.py", "threading.py")):
+        if calls(name := frame.f_code.co_filename):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     node = torch._C._current_autograd_node()

@@ -1,38 +1,31 @@
 """A process that has the device, started once per test session, and given functions to run.
 
-The device must be there before torch is imported, which takes seconds: so the tests share one
-process. It can start ranks (`ranks`), which have the device, too.
+It is forked from the server that the ranks of a test come from (tests/ranks.py), and so has the
+libraries. It can start ranks (`ranks`), which have the device, too.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import inspect
-import multiprocessing as mp
 import os
 import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
-from . import environment
+from tests.ranks import Ranks, server, start_server
 
-if TYPE_CHECKING:
-    from tests.ranks import Ranks
+from . import install
 
 NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.meeting.agree_on_backend says
 LIMIT = 250.0  # seconds that a function may take, the first with the start, on a busy machine
 
 
 def _serve(inbox: Connection) -> None:
-    gc.disable()  # until `start_server`
-
-    from tests.ranks import start_server  # imports torch
-
-    start_server(["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"])
+    install()
+    start_server()
     faulthandler.enable()  # tells where every thread is, when aborted
     while True:
         try:
@@ -51,8 +44,6 @@ _worlds: dict[tuple[int, str], Ranks] = {}
 def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """For a function that runs on the device: ranks that have it, too, started once. With another
     `backend` gloo stands for NCCL under its name."""
-    from tests.ranks import Ranks
-
     if (world_size, backend) not in _worlds or _worlds[world_size, backend].broken:
         _worlds[world_size, backend] = Ranks(world_size, backend=backend)
     return _worlds[world_size, backend]
@@ -62,11 +53,9 @@ class Device:
     """A process with two devices."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))
-        with mock.patch.dict(os.environ, environment()):
-            self._process.start()
+        self._pipe, theirs = server().Pipe()
+        self._process: Any = server().Process(target=_serve, args=(theirs,))
+        self._process.start()
         theirs.close()
         self.broken = False
 
