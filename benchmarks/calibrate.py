@@ -180,7 +180,8 @@ def calibrate() -> dict[str, Any]:
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
         "slices_us": 0.0, "collective_us": 0.0, "staged_us": 0.0,
         "skew": round(found["skew"], 3), "step_ms": 1.0, "overlap": "nothing",
-        "reserve_gb": round(found["peak"], 3), "error": 0.0, "measured_nodes": 0,
+        "reserve_gb": round(found["peak"], 3), "second_gradient": 0.0,
+        "error": 0.0, "measured_nodes": 0,
         "attention": "flash", "loss": "plain", "balance": "auto", "gathered": "again",
     }  # fmt: skip
 

@@ -111,10 +111,11 @@ def predicted(row: Row, machine: Machine) -> PricedStep:
 
 
 def summary(rows: Sequence[Row], machine: Machine) -> dict[str, float]:
-    """The errors of a table: of time and memory, mean and worst; the share of pairs of layouts of
-    the same model, GPUs and batch whose order is right; regret, the seconds that the layout
-    predicted to be the fastest takes more than the fastest; preferred, the same of the layout that
-    `search` prefers; the share of rows that fit or not as predicted."""
+    """The errors of a table: of time and memory, mean and worst; the share of pairs of different
+    layouts of the same model, GPUs and batch whose order is right; regret, the seconds that the
+    layout predicted to be the fastest takes more than the fastest; preferred, the same of the
+    layout that `search` prefers; the share of rows that fit or not as predicted. Of several runs of
+    one layout, between which nothing here chooses, the fastest counts for regret."""
     steps = [(row, predicted(row, machine)) for row in rows]
     errors: dict[str, list[float]] = {"time": [], "memory": []}
     fits, groups = list[bool](), defaultdict[tuple[object, ...], list[Timed]](list)
@@ -134,18 +135,24 @@ def summary(rows: Sequence[Row], machine: Machine) -> dict[str, float]:
             sums |= {f"{what}_error": fmean(each), f"{what}_worst": max(each)}
     if errors["time"]:
         sums["two_of_three"] = float(np.quantile(errors["time"], 2 / 3))
-    alike = [group for group in groups.values() if len(group) > 1]
-    pairs = [(a, b) for group in alike for a, b in combinations(group, 2) if a[0] != b[0]]
+    alike = [group for group in groups.values() if len({step.layout for _, step in group}) > 1]
+    pairs = [
+        (a, b)
+        for group in alike
+        for a, b in combinations(group, 2)
+        if a[0] != b[0] and a[1].layout != b[1].layout
+    ]
     if pairs:
         right = ((a[0] < b[0]) == (a[1].seconds < b[1].seconds) for a, b in pairs)
         sums["pairs_in_order"] = fmean(right)
         regrets, preferences = [], []
         for group in alike:
             fastest = min(seconds for seconds, _ in group)
-            measured = {id(step): seconds for seconds, step in group}
+            slowest_first = sorted(group, key=lambda run: -run[0])
+            measured = {step.layout: seconds for seconds, step in slowest_first}
             ordered = sorted((step for _, step in group), key=lambda step: step.seconds)
-            regrets.append(measured[id(ordered[0])] / fastest - 1)
-            preferences.append(measured[id(preferred(ordered))] / fastest - 1)
+            regrets.append(measured[ordered[0].layout] / fastest - 1)
+            preferences.append(measured[preferred(ordered).layout] / fastest - 1)
         sums |= {"regret": fmean(regrets), "regret_worst": max(regrets)}
         sums |= {"preferred": fmean(preferences), "preferred_worst": max(preferences)}
     return sums | ({"fits_right": fmean(fits)} if fits else {})

@@ -352,13 +352,14 @@ class PricedStep:
         """Per rank of the pipeline."""
         layout, ranks = self.layout, list[Memory]()
         sharded = [layout.zero >= first for first in (3, 2, 1)]
+        # Some trainers keep bf16's gradient beside the sum in fp32.
+        second = self.machine.second_gradient * (layout.precision == "bf16")
+        states = (self.size, gradient_bytes(layout) + second, 12)
         # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
         # parameters, whose 16 bits are only gathered.
-        unmixed = self.size >= 4 or layout.zero == 3
-        bytes_of_weight = max(4, self.size)
-        states = (self.size, gradient_bytes(layout), 12)
-        if unmixed:
-            states = (bytes_of_weight, bytes_of_weight, 2 * bytes_of_weight)
+        if self.size >= 4 or layout.zero == 3:
+            weight = max(4, self.size)
+            states = (weight, weight, 2 * weight)
         each = [stage.held for stage in self.stages]
         peaks = self._numbers(lambda s: peak_alive(s.schedule, each.__getitem__))
         for of_rank, peak in zip(self.of_ranks, peaks, strict=True):

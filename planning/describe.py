@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks have the same parameters, but for experts."""
+        """How many ranks have the same parameters, except for experts."""
         return self.dp * self.cp
 
     @property
@@ -266,6 +266,7 @@ class Machine:
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
     overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
+    second_gradient: float  # bytes a parameter under bf16, beside its gradient in fp32
     # Runs that were kept back: the error that two of three stayed within, and the most nodes; 0
     # without any. A file does not have them from the machine that it is like.
     error: float

@@ -11,8 +11,8 @@ was measured.
 
 Whoever takes a schedule takes, in place of a name: a file that somebody wrote (written.py), a
 function as `module.py:function` or itself, of the numbers of ranks and micro-batches, or lists. All
-become lists here, and are validated before they run. A run keeps the text of a schedule that is not
-one of these, so that its folder and its checkpoints have it.
+become lists here, and are validated before they run. Of a schedule without a name a run keeps the
+text, so that its folder and its checkpoints have it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ SCHEDULES: dict[str, BuildSchedule] = {
     "dualpipev": dual_pipe_v,
 }
 V_SHAPED = ("zbv", "vhalf", "vmin", "dualpipev")
-ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
 
 
 def load(schedule: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedule:

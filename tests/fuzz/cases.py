@@ -24,10 +24,10 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import DistributedDataParallel
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
-from pipeline.schedules.catalogue import ONE_EACH
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
 from tests.fuzz.models import DOMAINS, build, loss_of, make_input
 from tests.pipeline.pipeline_models import cut
+from tests.pipeline.schedules.drawn import ONE_EACH
 from tests.ranks import nan_in_new_memory, sharing
 
 WORLD_SIZE = 3

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.pipe import Pipe
-from pipeline.schedules.catalogue import ONE_EACH
 from runtime.randomness import OfThread
 from tests.pipeline.pipeline_models import (
     DEVICES,
@@ -23,6 +22,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
+from tests.pipeline.schedules.drawn import ONE_EACH
 
 CPU = torch.device("cpu")
 

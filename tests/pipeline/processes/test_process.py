@@ -38,11 +38,12 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
+from tests.pipeline.schedules.drawn import ONE_EACH
 from tests.ranks import Ranks, sharing
 from tests.remote import on_ranks
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
-EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
+EVERY = [(name, 1) for name in ONE_EACH] + [
     ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("vhalf", 2), ("vmin", 2),
     ("dualpipev", 2),
 ]  # fmt: skip

@@ -1,10 +1,12 @@
-"""Schedules drawn at random: valid, and like none that has a name."""
+"""Schedules drawn at random: valid, and like none that has a name; and the names of those with a
+stage per rank."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED
 from pipeline.schedules.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -15,6 +17,8 @@ from pipeline.schedules.schedule import (
     dependencies,
     ended_with,
 )
+
+ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
 
 
 def drawn(ranks: Sequence[int], num_microbatches: int, seed: int) -> Schedule:

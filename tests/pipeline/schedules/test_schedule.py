@@ -15,6 +15,7 @@ from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
 from planning.simulate import Simulator, Work
 from tests.mathematics import formulas as cost
+from tests.pipeline.schedules.drawn import ONE_EACH
 
 GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]
 ONE_CLOCK = {"F": 1, "I": 1, "W": 1, "B": 2}
@@ -80,7 +81,7 @@ def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> Non
 @pytest.mark.parametrize(("n", "m"), GRID)
 def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
-    for name in catalogue.ONE_EACH:
+    for name in ONE_EACH:
         held = [cost.held_microbatches(name, n, m, s) for s in range(n)]
         assert printed.peak_alive(catalogue.find(name)(n, m)) == held
     weighted = printed.peak_alive(sched.gpipe(n, m), lambda s: s + 1)
