@@ -26,7 +26,7 @@ def main() -> None:
         prog="python -m benchmarks", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (all)")
     parser.add_argument("--list", action="store_true", help="names the benchmarks")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in NAMES]:

@@ -1,4 +1,4 @@
-"""A pipeline step over GPT-2 blocks: two stages, or four of which each rank has two, a core each.
+"""A pipeline step over GPT-2 blocks: two stages, or four, two on each rank; a core each.
 
 Every transport runs its schedules on the same blocks, batch and loss:
 

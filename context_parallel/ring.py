@@ -16,17 +16,18 @@ blocks are joined exactly: with s the logarithm of that sum,
 
 Only the first block needs a mask, nothing is computed that a mask would hide, and in every turn all
 ranks have equal work. Backward computes the blocks again, from the joined sums. Keys and values go
-round once more; behind them go their gradients, to which every rank adds, and which end at home.
+round once more; their gradients follow behind them, every rank adds its part, and they end at home.
 
-Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) forward and 2 G (c-1)
-backward. Beside its own it holds 2 G forward; backward, what leaves and arrives with gradients is
-twice as much, and two sums stay. Where dropout is on, masks are hashed from the positions of query
-and key, which no fused kernel does: blocks are plain products. On a GPU, where examples have no
-keys to hash, a fused kernel draws the mask of each block, and backward draws it again (blocks.py).
+Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) in forward and 2 G (c-1) in
+backward. Besides its own keys and values it holds 2 G in forward: those that leave and those that
+arrive. In backward gradients travel, too, so these are twice as large, and two sums stay. Where
+dropout is on, masks are hashed from the positions of query and key, which no fused kernel does:
+blocks are plain products. On a GPU, where examples have no keys to hash, a fused kernel draws the
+mask of each block, and backward draws it again (blocks.py).
 
-Documents that do not see each other (runtime/documents.py) leave only some blocks: keys still pass
-every rank, but a rank computes the scores from a query's document's start on, and with a mask only
-where a block's documents begin or its diagonal lies. On a GPU the host waits for the starts, and
+Where documents do not see each other (runtime/documents.py), keys still pass every rank, but a rank
+computes scores only from the start of each query's document on, and needs a mask only where a
+document begins within a block, and on the diagonal. On a GPU the host waits for the starts, and
 blocks with a mask are plain products.
 
 Papers: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023;

@@ -241,8 +241,8 @@ class ShardedUnit:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[tuple[str, nn.Parameter]], init: Initialize | None) -> None:
-        """Fills the shard, of which one parameter at a time is whole: one on the meta device by
-        `init`, another by rank 0's values. `empty` then replaces them."""
+        """Fills the shard; only one parameter at a time is whole. Parameters on the meta device are
+        made by `init`, all others have rank 0's values. `empty` then replaces them."""
         slices = {s.name: s for s in self.slices(self.shard.data)}
         for name, parameter in parameters:
             if parameter.is_meta and name not in slices:

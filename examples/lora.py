@@ -115,7 +115,7 @@ def main() -> None:
     )
     strategies = {"pipe": in_stages, "ddp": on_ranks, "fsdp": in_shards}
     parser.add_argument("strategy", choices=strategies)
-    parser.add_argument("file", help="for the adapters, as adapters.safetensors")
+    parser.add_argument("file", help="for the adapters, e.g. adapters.safetensors")
     args = parser.parse_args()
     if args.strategy != "pipe":
         if "RANK" not in os.environ:

@@ -70,9 +70,9 @@ class Task:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))  # changes grad mode, too
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
-            # Autograd runs a GPU's backward on its thread of that GPU. That of a Pipe, too, which
-            # waits there for the workers. A worker's own backward would wait for the same thread,
-            # for ever: so it stays on the worker.
+            # Autograd has one thread for each GPU, and runs backward there. The backward of a Pipe
+            # runs there, too, and waits for the workers. A worker's own backward would wait for
+            # that thread for ever, so it stays on the worker.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._autocast.entered())
             if self._default_device is not None:
@@ -85,7 +85,7 @@ class Task:
 
 
 def _refuse_modes() -> None:
-    """RuntimeError if a mode is active that would see nothing of what workers compute."""
+    """Raises RuntimeError if a mode is active: it would see nothing of what workers compute."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
     if names:

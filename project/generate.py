@@ -27,7 +27,7 @@ from training.launch.errors import UserError, say
 from training.options import count, number_type, whole
 
 TEMPERATURE = number_type(
-    float, lambda x: x == 0 or 1e-6 <= x < float("inf"), "0, or 1e-6 or more, as 0.8"
+    float, lambda x: x == 0 or 1e-6 <= x < float("inf"), "0, or 1e-6 or more, e.g. 0.8"
 )
 
 
@@ -37,7 +37,7 @@ def folder(name: str) -> str:
     if not path.is_dir() and (len(path.parts) != 2 or path.parent.is_dir()):
         raise argparse.ArgumentTypeError(
             f"{name}: there is no such folder; the --workdir of a run works, or a name on the hub "
-            "with its owner, as openai-community/gpt2"
+            "with its owner, e.g. openai-community/gpt2"
         )
     return name
 

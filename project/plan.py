@@ -110,7 +110,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option = made.add_argument
     option("--schedule", default="1f1b",
            help=f"{', '.join(SCHEDULES)}, or a file; default: %(default)s")  # fmt: skip
-    option("--chunks", type=count, help="stages per rank, of interleaved, which share its seconds")
+    option("--chunks", type=count, help="stages per rank, if interleaved; they share its seconds")
     add_sizes_and_times(made)
     text = "Search an order of a pipeline's work, for these times and this memory, and write it."
     made = commands.add_parser("schedule", description=text, help=text)
@@ -120,7 +120,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
            help="micro-batches that a rank holds at most; default: as 1f1b")  # fmt: skip
     option("--times", type=Path, metavar="RUN", help="take the seconds that a run has measured")
     option("-o", "--output", type=Path, metavar="FILE",
-           help="default: workdir/schedule_4x8.txt, of 4 ranks and 8 micro-batches")  # fmt: skip
+           help="default: workdir/schedule_4x8.txt, for 4 ranks and 8 micro-batches")  # fmt: skip
     add_sizes_and_times(made)
     return parser.parse_args(argv)
 

@@ -1,15 +1,15 @@
 """Draws every figure from the result files of runs, never from numbers typed in.
 
     python project/plot.py training_time workdir_1 workdir_2    also tokens_per_sec
-    python project/plot.py training workdir              of several: their losses beside each other
+    python project/plot.py training workdir              of several runs: losses beside each other
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
     python project/plot.py timeline workdir_pp
     python project/plot.py split_time ddp=1 ddp=2        also throughput, memory
 
 A run is its folder; or ddp=2, which is what `python project/train.py ddp --world_size 2` leaves in
-workdir/ddp2; or ddp, which is that with the most processes. A picture goes into the folder of the
-first run, unless -o says otherwise. `make figures` makes all runs and draws all figures. Bars are
-means, error bars standard deviations; the first epoch or step is slower and left out.
+workdir/ddp2; or ddp, which is the one with the most processes. A picture goes into the folder of
+the first run, unless -o says otherwise. `make figures` makes all runs and draws all figures. Bars
+are means, error bars standard deviations; the first epoch or step is slower and left out.
 """
 
 from __future__ import annotations

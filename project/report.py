@@ -2,7 +2,7 @@
 
     python project/report.py workdir                            writes workdir/report.html
     python project/report.py workdir_ddp workdir_3d --machine machine.yaml --output both.html
-    python project/report.py --explore                          of no run: workdir/explore.html
+    python project/report.py --explore                          no run: writes workdir/explore.html
 
 Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, every
 idle gap explained, memory per rank, and whether its weights are those of one process

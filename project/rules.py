@@ -2,9 +2,9 @@
 
 A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
 works instead. `require` reads rows lazily: later ones may rely on earlier ones. There is a rule for
-a mistake whose consequence would be silent, a traceback, or minutes late; what is refused in a
-sentence before the training has none, nor what has no effect and no harm. Each program puts its own
-together in its `settled_*`, which changes nothing in place:
+a mistake whose consequence would be silent, a traceback, or minutes late. There is none for what is
+refused in a sentence before the training anyway, nor for what does no harm. Each program collects
+its rules in its `settled_*`, which changes nothing in place:
 
     what was typed -> as_it_was (--resume) -> what follows from the layout -> settled -> require
 """
@@ -117,7 +117,7 @@ def rules(args: Options) -> Iterator[Rule]:
          f"a process may open {files} files here; a rank may need 128", "ulimit -n 1024 works"),
         # On several hosts the lock of a folder may not be seen.
         ("workdir", bool(torchrun_world_size()) or tasks == "1" or task in args.workdir.name,
-         f"srun has started {tasks} of this program, and each is a whole run", "srun --ntasks 1, "
+         f"srun has started {tasks} of this program, and each would be a run", "srun --ntasks 1, "
          "torchrun as in examples/slurm, or a --workdir for each with $SLURM_PROCID, works"),
         # In an image for running programs there may be none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),

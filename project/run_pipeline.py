@@ -92,8 +92,8 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
 
 
 def schedule_of(args: PipelineOptions) -> str:
-    """The schedule of stages that compute one at a time, of the course's form, or the usual one, in
-    whose place another may be typed."""
+    """The schedule: `sequential` for stages that compute one at a time; for the course's form its
+    own; else the one that was typed, or the default."""
     if args.model_parallel_mode != "pipeline_parallel":
         return "sequential"
     return "gpipe" if args.pipeline == "blocks" else "1f1b"

@@ -19,14 +19,15 @@ ddp
     python project/train.py ddp --num_workers 2 --num_batches 2 --check_weights --check_output
     python project/train.py ddp --model gpt2-mini --experts 8 --top_k 2 --ep 2
 
-    With --experts the MLP of each block is several, of which a router chooses --top_k for each
+    With --experts each block has several MLPs, and a router chooses --top_k of them for each
     position. With --ep 2 two ranks share them: each has half, and positions travel to theirs.
 
 fsdp
     Fully sharded data parallelism. Every rank gets a part of each batch and holds a shard of the
     parameters, gradients and optimizer state. It gathers a layer's parameters just before it uses
     them. --zero 2 leaves the parameters whole, --zero 1 the gradients as well. With --shards 4 four
-    neighbouring ranks, those of a host, share one copy: only gradients of shards leave it.
+    neighbouring ranks, e.g. those of a host, share one copy of the model; only the gradients of
+    their shards travel between copies.
 
     python project/train.py fsdp --num_workers 2 --zero 3 --model gpt2-mini
     python project/train.py fsdp --zero 2 --num_batches 2 --optimizer sgd --check_weights

@@ -56,7 +56,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         ("shards ep", not (args.shards or args.ep) % args.ep,
          "ranks that share experts share a copy", f"--shards {args.ep} works"),
         ("dropout", not (args.dropout and (args.check_weights or args.check_output) and drawn),
-         "on a GPU, and in bf16, the plain run of a check drops other activations",
+         "on a GPU, and in bf16, the plain run of a check drops different activations",
          "--dropout 0, or --device cpu and --precision fp32, works"),
     ]  # fmt: skip
     check_trackers(args)

@@ -7,16 +7,16 @@ layout stands in that layout; the planner, which imports no runtime, prices axes
 own.)
 
     axis   its ranks have                      and meet
-    dp     other examples                      after backward: gradients are averaged
-    shards other examples, other shards        in every layer (ZeRO 3), or after backward
-    ep     other examples, other experts       in every layer of experts, and after backward
-    cp     other positions of one example      in every attention, and after backward
-    pp     other layers                        once per micro-batch
-    tp     other parts of every matrix         several times in every layer
+    dp     different examples                  after backward: gradients are added up
+    shards different examples and shards       in every layer (ZeRO 3), or after backward
+    ep     different examples and experts      in every layer of experts, and after backward
+    cp     different positions of one example  in every attention, and after backward
+    pp     different layers                    once per micro-batch
+    tp     different parts of every matrix     several times in every layer
 
-A user's --dp counts all ranks with other examples, those of shards and ep among them, and --shards
-those of ep: --dp 8 --shards 4 --ep 2 is a mesh of dp 2, shards 2, ep 2. So ranks along dp hold the
-same, and all ranks that share one copy of the model are neighbours.
+A user's --dp counts all ranks with different examples, those of shards and ep among them, and
+--shards those of ep: --dp 8 --shards 4 --ep 2 is a mesh of dp 2, shards 2, ep 2. So ranks along dp
+hold the same, and all ranks that share one copy of the model are neighbours.
 """
 
 from __future__ import annotations

@@ -5,16 +5,17 @@ copies every byte into the kernel and out again. Buckets of gradients and shards
 as long as the model: a collective that returns a new tensor would copy them every time.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
-announces a tensor that lies there, and reads what it needs of the others'. Memory for tensors that
-stay (`keep`), or are made to be summed (`take`), is lent from there and exchanged in place; other
-tensors are copied there first. Sums are taken in rank order, so every rank has the same bits. An
+announces a tensor that lies there, and reads what it needs of the other ranks' tensors. Tensors
+that stay (`keep`), or are made to be summed (`take`), are allocated there and exchanged in place;
+all others are copied there first. Sums are taken in rank order, so every rank has the same bits. An
 announcement says which call it is, its turn, and the size and type of its tensor: ranks that make
 different calls end with an error. Whether ranks share a host is found out by trying, not inferred
-from their number. All others, and GPUs, exchange through the process group: NCCL or gloo.
+from their numbers. All other ranks, and GPUs, exchange through the process group: NCCL or gloo.
 
-Each call is started and finished later. A process group sends in between. Through memory nothing
+Each call is started, and finished later. A process group sends in between. Through memory nothing
 happens in between: the tensor is announced when the call starts, and read and added up when it is
-finished, on the core that computes; so a rank only waits less for one that is late.
+finished, on the core that computes. All that an early start saves is waiting for a rank that is
+late.
 
     rank 0   backward of layer 2 | announce 2 | backward of layer 1 | sum 2, announce 1 | ...
     rank 1   backward of layer 2  | announce 2 | backward of layer 1  | sum 2, announce 1 | ...
@@ -221,8 +222,8 @@ class Communicator:
         return self.start_all_to_all(x, lengths)()
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """All ranks' numbers, by rank, of which each has as many. Waits for a GPU only if the group
-        has no CPUs."""
+        """Returns the numbers of all ranks, by rank; each has equally many. Waits for a GPU only if
+        the group has no CPUs."""
         if self.group is not None:
             device = control_device(self.group, device)
         x = torch.tensor([numbers], device=device)

@@ -18,7 +18,7 @@ On a GPU each pass is a kernel, and fused attention takes no mask. There torch's
 from a generator seeded before each draw: by one number for all examples of the micro-batch, by the
 site, and by the first head or position that this rank holds. Masks are then equal wherever the
 micro-batch is, the site, and what the rank holds: in one process and in stages, for the residual
-stream also over tensor-parallel ranks. A batch that is cut otherwise has other masks.
+stream also over tensor-parallel ranks. A batch that is cut differently has different masks.
 
 Shapes: B examples, T positions, C channels, H heads. The mixing constants are from Chris Wellons,
 "Prospecting for Hash Functions" (lowbias32).

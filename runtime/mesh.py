@@ -14,8 +14,8 @@ table of axes is axes.py.
 
 Not torch's `DeviceMesh`: it cannot describe a single process without a process group; its groups
 wait half an hour; an axis with all ranks gets the default group, in which the training loop sums
-its losses, and not one of its own; and axes that meet together cannot be asked for before they are
-flattened, by all ranks at once.
+its losses, and not a group for itself; and axes that meet together cannot be asked for before they
+are flattened, by all ranks at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .axes import (
 # The axes whose ranks meet in one group: each by itself, and those
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
-    BATCH_AXES,  # which have other parts of a batch
+    BATCH_AXES,  # which have different parts of a batch
     DATA_AXES,  # which average gradients
     EXPERT_AXES,  # which average gradients of the same experts
     SHARD_AXES,  # which share a copy

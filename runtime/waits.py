@@ -12,7 +12,7 @@ DISK_GROUP = "checkpoints"  # the description of a group in which ranks wait for
 
 
 def set_timeouts(seconds: float) -> None:
-    """From now on this rank waits so long for another, except in the groups of checkpoints."""
+    """From now on this rank waits this long for another, except in the groups of checkpoints."""
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != DISK_GROUP:
             group.set_timeout(timedelta(seconds=seconds))

@@ -461,7 +461,7 @@ class _Metadata(pickle.Unpickler):
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
-            raise CheckpointError(f"it needs {module}.{name} of another torch") from None
+            raise CheckpointError(f"it needs {module}.{name} of a different torch") from None
 
 
 def _sync(path: Path) -> None:

@@ -108,8 +108,8 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
 
 def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
     """Seeds torch's generators by the number of the step in the run. So dropout that draws (of
-    transformers, in --pipeline blocks) has other masks on every part and shard, and the same ones
-    in a resumed run."""
+    transformers, in --pipeline blocks) has different masks on every part and shard, and a resumed
+    run has the same masks again."""
     torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.mask_rank, number))
 
 

@@ -1,8 +1,8 @@
 """The options of a run: name, type, default and help, each once.
 
 An option that is UNSET gets its value before anything starts (project/rules.py). A program has some
-of the groups of options below, and may give one another default; an option that it lacks keeps the
-default that is here.
+of the groups of options below, and may give an option a different default; an option that it lacks
+keeps the default that is here.
 
 This module does not import torch, so --help and a mistyped option are answered at once.
 """
@@ -71,7 +71,7 @@ Size = Annotated[int | None, size]  # None: all
 Whole = Annotated[int, whole]
 Positive = Annotated[float, number_type(float, lambda x: 0 < x < math.inf, "positive and finite")]
 Coefficient = Annotated[float, number_type(float, lambda x: 0 <= x < math.inf, "0 or positive")]
-Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
+Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "from 0 to below 1, e.g. 0.1")]
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
@@ -79,7 +79,7 @@ Seconds = Annotated[
 SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
 ScheduleName = Annotated[  # a file, or a function in it, is read when the ranks are known
     str, number_type(str, lambda word: word in SCHEDULE_NAMES or "." in word,
-                    f"one of {', '.join(SCHEDULE_NAMES)}, or a file, as my_schedule.txt"),
+                    f"one of {', '.join(SCHEDULE_NAMES)}, or a file, e.g. my_schedule.txt"),
 ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def betas(word: str) -> str:
     with suppress(ValueError):
         if len(parts) == 2 and all(0 <= float(part) < 1 for part in parts):
             return word
-    raise ArgumentTypeError(f"{word}: it must be two numbers, at least 0, below 1, as 0.9,0.95")
+    raise ArgumentTypeError(f"{word}: it must be two numbers, at least 0, below 1, e.g. 0.9,0.95")
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Training:
     """micro-batches per step; default: 4 in a pipeline; otherwise 1 on a GPU, and on a CPU the
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """the micro-batches whose activations are computed again in backward, to save memory;
+    """which micro-batches compute their activations again in backward, to save memory;
     except_last: none where one is held at a time; sqrt: all, and about sqrt(L) of a stage's L
     layers keep their inputs (under ZeRO-3 all L)"""
 
@@ -175,8 +175,8 @@ class Data:
     tgt: str = "en"
     """language to translate to"""
     tokenizer: str | None = None
-    """byte-level BPE: a folder (tokenizer.json; vocab.json and merges.txt) or a name on the hub, as
-    gpt2; default: one is trained"""
+    """byte-level BPE: a folder (tokenizer.json; vocab.json and merges.txt) or a name on the hub,
+    e.g. gpt2; default: one is trained"""
     model_max_length: Count = 128
     """longest sequence, in tokens; longer pairs are cut"""
     documents: Literal["apart", "together"] = "apart"
@@ -296,13 +296,13 @@ class Axes:
     attention: Literal["ring", "heads"] = "ring"
     """ring: keys and values go from rank to rank; heads: positions are exchanged for heads"""
     experts: Count | None = None
-    """experts in the place of the MLP of each block (GPT-2); default: the one MLP"""
+    """experts that replace the MLP of each block (GPT-2); default: the one MLP"""
     top_k: Count = 2
     """experts for each position: the most probable ones"""
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
     shared_experts: Whole = 0
-    """experts that see every position, beside those that are chosen"""
+    """experts that see every position, besides those that are chosen"""
     balance_by: Literal["loss", "bias"] = "loss"
     """how experts are kept equally busy: by a loss, or without one by a bias of each expert, which
     counts where experts are chosen, and moves after each step by how busy it was"""
@@ -311,7 +311,7 @@ class Axes:
     balance_rate: Positive = 0.001
     """how far a bias moves in a step; it is added to a probability, so 1 is the whole range"""
     router_z: Coefficient = 0.0
-    """weight of a loss that keeps the router's logits small, as 0.001; 0: none"""
+    """weight of a loss that keeps the router's logits small, e.g. 0.001; 0: none"""
     zero: Literal[1, 2, 3] | None = None
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
     1 and 3; default: 3 in fsdp, elsewhere none"""

@@ -70,7 +70,7 @@ def run_rank(
         UserError: the data cannot be read or are too few, or are not those that are resumed.
         RunError: the ranks differ, or the work has raised it.
     """
-    # Other hosts may have other folders: what rank 0 finds in its own counts for all.
+    # Hosts may have different folders: what rank 0 finds in its own counts for all.
     resume, of_main = world.on_main(lambda: (find_resume(args), vars(args)))
     if args.resume:
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})

@@ -96,14 +96,14 @@ class Resume:
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
 
     def check_data(self, fingerprint: str) -> None:
-        """Raises UserError if the run that was saved had other training data. A checkpoint of an
-        older version, which has no fingerprint, is not compared."""
+        """Raises UserError if the run that was saved had different training data. A checkpoint of
+        an older version, which has no fingerprint, is not compared."""
         if self.checkpoint is None:
             return
         if self.checkpoint.state.get("examples", fingerprint) != fingerprint:
             raise UserError(
-                f"--resume: {self.checkpoint.folder.name} was trained on other data of the same "
-                "name; use another --workdir to start a new run"
+                f"--resume: {self.checkpoint.folder.name} was trained on different data of the "
+                "same name; use a different --workdir to start a new run"
             )
 
 
@@ -144,7 +144,7 @@ def options_in(workdir: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
 
 def find_resume(args: Options) -> Resume:
     """The newest intact checkpoint, for --resume. Rank 0 looks for it, and sends it to the others,
-    whose hosts may have other folders.
+    whose hosts may have different folders.
 
     Raises:
         UserError: all checkpoints are damaged, or the newest cannot be read now; options differ

@@ -33,7 +33,7 @@ class PeerChannel(Channel):
 
     Attributes:
         sends: the transfers of each message that may be under way.
-        most: messages whose memory is kept; before one more is sent, the oldest must have left.
+        most: messages whose memory is kept; `put` ends when the message `most` before has left.
     """
 
     def __init__(self, link: Link, acting: Acting, what: str, ends: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@
     optimizer.step()                                      # updates this rank's parameters
 
 The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
-the same, dropout included. (If three stages share a parameter, of which one rank has several, their
+the same, dropout included. (If three stages share a parameter and one rank has two of them, their
 terms are added in a different order.) Only the channels differ (neighbours.py): a stage's output
 is a self-describing message (messages.py), sent through process groups (links.py). Model
 parallelism is a pipeline with one micro-batch.
@@ -18,10 +18,10 @@ parallelism is a pipeline with one micro-batch.
 How an activation reaches the next process, and who waits:
 
     executor.py    Dataflow._forward   output = stage.forward(i, value); up[s + 1].put(i, output)
-    neighbours.py  PeerChannel.put     keeps the memory; waits only if as many are under way as held
+    neighbours.py  PeerChannel.put     keeps the memory; does not wait for the receiver (start_step)
     links.py       Link.send           head and body leave by isend; the sender computes on
     links.py       Link.receive        the receive was posted when the message before had arrived
-    neighbours.py  PeerChannel.get     in the next rank's Dataflow._forward: the receiver waits here
+    neighbours.py  PeerChannel.get     the receiver waits here, in its own Dataflow._forward
 
 What is computed again, and when: `recompute` says which segments (runtime/recompute.py); the last
 of a stage in `Dataflow._backward` before it waits for the gradient, the others in turn after it.

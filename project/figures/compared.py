@@ -110,7 +110,7 @@ def messages(
     ranks: Sequence[int], rank_of: Sequence[int], rows: Sequence[ActionTimes]
 ) -> list[float]:
     """The seconds of the messages that a worker waited for: from the end of an action to the start
-    of the one that needs its result, of which everything else was done before."""
+    of the action that needs its result, if nothing else held that one up."""
     ends: defaultdict[Action, float] = defaultdict(float)  # the latest of the replicas
     for row in rows:
         for action, (_, end) in row.items():

@@ -75,7 +75,7 @@ class Run:
         if any(self.folder.glob("eval_results_*")):
             names = ["eval_results"]
         ranks = [read_epochs(self.folder, name) for name in names]
-        if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
+        if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on more or fewer
             raise UserError(
                 f"{self.folder}: its ranks have results of different epochs; make it again"
             )

@@ -246,10 +246,10 @@ def test_memory_is_what_can_be_counted() -> None:
     assert single.memory[0][:3] == tuple(MODEL.parameters * size for size in (4, 4, 8))
     half = PricedStep(MODEL, Layout(1, batch_size=1, precision="fp16"), machine("v100"))
     assert half.memory[0][:3] == tuple(MODEL.parameters * size for size in (2, 2, 12))
-    for precision, size in (("bf16", 4 + 2), ("fp16", 2)):  # a trainer that keeps bf16's, too
+    for precision, kept in (("bf16", 4 + 2), ("fp16", 2)):  # a trainer that keeps bf16's, too
         alone = Layout(1, batch_size=1, precision=precision)
         twice = PricedStep(MODEL, alone, machine("a100-deepspeed")).memory[0]
-        assert twice.gradients == MODEL.parameters * size
+        assert twice.gradients == MODEL.parameters * kept
     # 5 % of a GPU's memory are fragments that no tensor can use.
     for size, fits in ((1.04, False), (1.06, True)):
         assert (

@@ -258,7 +258,7 @@ def test_what_a_resume_may_change(made: Path) -> None:
     assert resume.checkpoint is not None
     texts, files = load_texts(args, World()), resume.files(TOKENIZER_FILES)
     resume.check_data(TranslationTask(args, World(), texts, files).fingerprints()["train"])
-    other = f"--resume: {NAME} was trained on other data of the same name; use "
+    other = f"--resume: {NAME} was trained on different data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
         resume.check_data("other")
 

@@ -43,7 +43,7 @@ REFUSED = {  # per kind of value
     "n_train": (["0", "every"], COUNT),
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "bucket_mb": (["0", "-1", "-.5", "nan", "big"], "positive and finite"),
-    "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
+    "dropout": (["1", "-0.1", "nan"], "from 0 to below 1, e.g. 0.1"),
     "betas": (["0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"], "two numbers, at least 0, below 1"),
     "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
     "pytest": (["perhaps", "2"], "true or false"),

@@ -122,7 +122,7 @@ UNREADABLE: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("state.json", lambda good: good.replace(b"checkpoint 5", b"checkpoint 6"),
      "its format is 'parallel-gpt2 checkpoint 6', not 'parallel-gpt2 checkpoint 5'"),
     (".metadata", lambda _: b"ctorch.of_another_version\nSize\n.",
-     "it needs torch.of_another_version.Size of another torch; "),
+     "it needs torch.of_another_version.Size of a different torch; "),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class CutTask:
         tensor_ranks, context_ranks, expert_ranks: those of the axes `tp`, `cp` and `ep`.
         model, layers: on the meta device, with this rank's shards.
         shards: by the name of a parameter, this rank's part of it; others it holds whole.
-        experts: the names of parameters of which each of `expert_ranks` has other experts.
+        experts: the names of parameters of experts; each of `expert_ranks` has different experts.
     """
 
     def __init__(self, task: Any, setup: Setup, mesh: Mesh) -> None:

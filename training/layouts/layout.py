@@ -115,7 +115,7 @@ def counts_here(is_first: bool, i: int = 0, rank: int = 0, size: int = 1) -> boo
 
     Args:
         is_first: whether this rank is the first of those of `tp` and of the stages that hold it.
-        i: its number among the parameters of which that is so.
+        i: its number among the parameters for which that is so.
         rank, size: this one's place among those that hold the same when the update begins.
     """
     return is_first and i % size == rank
@@ -149,12 +149,12 @@ class LaidOutModel(ABC):
         held: what this rank holds and its optimizers update.
         replicated: what is compared with its replicas, if it is not that.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
-        mask_rank: its place among ranks that have the same examples, and draw other masks.
+        mask_rank: its place among ranks that have the same examples, and draw different masks.
         description: how the model is laid out, in words.
         modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
-        schedule: of the stages, of which there may be one; None: there are no stages.
+        schedule: of the stages, even of a single one; None: there are no stages.
         results_per_rank: whether each rank writes the results of its part of the batch; else rank 0
             writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.

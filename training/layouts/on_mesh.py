@@ -81,8 +81,8 @@ class MeshLayout(LaidOutModel):
         return EXPERT_SHARD_AXES if name in self.cut_task.experts else SHARD_AXES
 
     def shared_axes(self, name: str) -> tuple[str, ...]:
-        """The other axes along which ranks hold the same of a parameter: here that of the matrices,
-        if it is not cut."""
+        """The other axes along which ranks hold the same part of a parameter: here `tp`, unless the
+        parameter is cut."""
         return () if name in self.cut_task.shards else ("tp",)
 
     def is_first(self, name: str) -> bool:

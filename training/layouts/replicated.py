@@ -123,7 +123,7 @@ class Replicated(LaidOutModel):
         if x is None:
             return None
         compiled = self.setup.args.compile
-        # Evaluation has other shapes, of which each would be compiled.
+        # Evaluation has different shapes, and each would be compiled.
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with self.setup.autocast(self.devices[0]), eager:
             output: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]

@@ -35,7 +35,7 @@ class RoutedFeedForward(FeedForward):
         balance, z: weights of the balance loss, where there are no biases, and of the router's z.
 
     Attributes:
-        contexts: the ranks that have other positions of the same sequences.
+        contexts: the ranks that have different positions of the same sequences.
     """
 
     mlp: Experts

@@ -307,7 +307,7 @@ def _parquet_rows(file: BinaryIO) -> Iterator[Any]:
 
 
 def _documents(file: BinaryIO) -> Iterator[TextPiece]:
-    """The pieces of a text. It may be one long line, of which little is in memory."""
+    """The pieces of a text. It may be one long line; only a little of it is in memory."""
     text, rest = io.TextIOWrapper(file, "utf-8-sig", newline="\n"), ""
     while more := text.read(READ):
         *documents, rest = (rest + more).replace("\r\n", "\n").split(END)

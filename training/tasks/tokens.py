@@ -259,7 +259,7 @@ class Tokens(Sequence[Encoded]):
         return (len(_mapped(self.files.bounds, np.int64)) - 1) // 2
 
     def of(self, part: range) -> Tokens:
-        """The same files, of which a different part is taken."""
+        """A different part of the same files."""
         other = copy(self)
         other.part = part
         return other
@@ -297,9 +297,9 @@ class Tokens(Sequence[Encoded]):
 
 
 class Stream(Tokens):
-    """A text in one row, as examples of `length` inputs, of which the last may be shorter. An
-    example ends with the token that the next one begins with, and the first token of all is only
-    an input. `part`: of which tokens."""
+    """A text in one row, as examples of `length` inputs; the last may be shorter. An example ends
+    with the token that the next one begins with, and the first token of all is only an input.
+    `part`: which tokens."""
 
     def size(self) -> int:
         """The number of tokens in the file."""
