@@ -1,16 +1,20 @@
 """How experts are kept equally busy: by a loss, or by biases; and what it costs.
 
-    python -m benchmarks.balance --seeds 3 --n_epochs 4 --n_train 2000
+    python -m benchmarks.balance --seeds 3 --steps 250
 
 Trains a small GPT-2 with eight experts on the built-in pairs, a run per way and seed, and counts on
 the validation data, at target tokens, how often the busiest expert of a layer was chosen, beside
-the mean of all: 1 is even, 4 is the most for two of eight.
+the mean of all: 1 is even, 4 is the most for two of eight. A row per run, as soon as it is done.
+
+`python -m benchmarks` does not run it: it has no times, and trains eighteen models.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -34,8 +38,8 @@ WAYS = {
 }
 MODEL = (
     "single --device cpu --model gpt2-mini --n_layer 2 --n_embd 128 --n_head 4 --experts 8 "
-    "--batch_size 32 --learning_rate 2e-3 --dropout 0.1 --keep 0 --n_test 100 --n_validation 500 "
-    "--timeline 0 "
+    "--batch_size 32 --learning_rate 2e-3 --dropout 0.1 --keep 0 --n_train 2000 --n_test 20 "
+    "--n_validation 200 --lr_scheduler cosine --timeline 0"
 )
 
 
@@ -69,7 +73,7 @@ def trained(options: str) -> tuple[float, float, float]:
         rank.train()
         found.append(busiest(rank))
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         args = parse_train(f"{options} --workdir {folder}".split())
         run_rank(World(), args, task_of, lay_out, work)
         last = read_metrics(Path(folder))[-1]
@@ -77,21 +81,18 @@ def trained(options: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Prints a row per way, with every seed."""
+    """Prints a row per way and seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--n_epochs", type=int, default=4)
-    parser.add_argument("--n_train", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=250)
     given = parser.parse_args()
     quiet_libraries()
+    print(f"{'':22} seed    loss  busiest    BLEU")
     for way, options in WAYS.items():
-        size = f"--n_epochs {given.n_epochs} --n_train {given.n_train}"
-        seeds = range(given.seeds)
-        runs = [trained(f"{MODEL} {options} {size} --seed {seed}") for seed in seeds]
-        loss, busy, bleu = (
-            " ".join(f"{x:6.3f}" for x in column) for column in zip(*runs, strict=True)
-        )
-        print(f"{way:22} loss {loss}   busiest {busy}   BLEU {bleu}", flush=True)
+        for seed in range(given.seeds):
+            command = f"{MODEL} {options} --num_batches {given.steps} --seed {seed}"
+            loss, busy, bleu = trained(command)
+            print(f"{way:22} {seed:4}  {loss:6.3f}   {busy:6.3f}  {bleu:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ products, those that it holds most of. Query, key and value are three matrices s
 parameter, experts are matrices on top of each other, and each is orthogonalised by itself: a
 direction of all of them together means nothing. 0.2 sqrt(longer side) gives the update the size of
 AdamW's, so one learning rate and one decay serve both. Embedding, head, router, biases and norms
-are AdamW's; it runs while pieces travel to their owners.
+are AdamW's; it runs, and weights decay, while results travel. Matrices of one size, or of its
+transpose, are computed in one batched product.
 
 Cost. 5 (4 m m n + 2 m m m) flops for a matrix of m rows and n >= m columns, some 4 m / N of those
 of a step that sees N positions, divided by the ranks. State: one number per element, AdamW has two.
@@ -34,6 +35,7 @@ Papers: Jordan et al., "Muon: an optimizer for hidden layers in neural networks"
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,9 +49,31 @@ NS_ROUNDS = 5
 SMALLEST = 1e-7  # that a matrix is divided by
 MATRICES = "attn.c_attn.weight", "c_proj.weight", "c_fc.weight"  # in the blocks of a GPT-2
 
-Matrix = tuple[str, int]
-"""The name of a parameter, and which of its matrices."""
 Slices = tuple[slice, ...]
+
+
+class Matrix(NamedTuple):
+    """Which of the matrices of a parameter, and its sides."""
+
+    name: str
+    number: int
+    rows: int
+    columns: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The shorter, and the longer."""
+        return min(self.rows, self.columns), max(self.rows, self.columns)
+
+    @property
+    def work(self) -> int:
+        """The flops of its products, up to a factor."""
+        m, n = self.sides
+        return m * m * (2 * n + m)
+
+    def of(self, wide: Tensor) -> Tensor:
+        """This matrix, of itself with its shorter side first: a view."""
+        return wide if self.rows <= self.columns else wide.mT
 
 
 class Piece(NamedTuple):
@@ -75,65 +99,53 @@ def is_matrix_of_block(name: str) -> bool:
     return name.endswith(MATRICES)
 
 
-def matrices_in(name: str, shape: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The matrices of a parameter, each as where it begins and how large it is: c_attn [C, 3C] has
-    three, experts [E, K, M] have E."""
-    *stack, rows, columns = shape
-    if stack:
-        return [((e, 0, 0), (1, rows, columns)) for e in range(stack[0])]
-    n = 3 if name.endswith("c_attn.weight") else 1
-    return [((0, k * columns // n), (rows, columns // n)) for k in range(n)]
-
-
 def pieces_of(x: Any) -> dict[Piece, Slices]:
     """The pieces of matrices in what a rank holds of a parameter (see `Muon.arrange`), and where in
-    that each is."""
+    that each is. Experts [E, K, M] have E matrices, c_attn [C, 3C] has three."""
+    *stack, rows, columns = x.shape
+    columns //= 3 if x.name.endswith("c_attn.weight") else 1
+    if stack:
+        begins: list[tuple[int, ...]] = [(e, 0, 0) for e in range(stack[0])]
+    else:
+        begins = [(0, column) for column in range(0, x.shape[-1], columns)]
     pieces = {}
-    for number, (firsts, sizes) in enumerate(matrices_in(x.name, x.shape)):
-        sides = zip(x.offsets, x.tensor.shape, firsts, sizes, strict=True)
-        ranges = [(max(at, o), min(at + n, o + size)) for at, n, o, size in sides]
-        if all(begin < end for begin, end in ranges):
-            rows, columns = [(b - o, e - o) for (b, e), o in zip(ranges, firsts, strict=True)][-2:]
-            inside = zip(ranges, x.offsets, strict=True)
-            place = tuple(slice(begin - at, end - at) for (begin, end), at in inside)
-            pieces[Piece((x.name, number), rows, columns)] = place
+    for number, begin in enumerate(begins):
+        size = (*(1 for _ in stack), rows, columns)
+        sides = zip(x.offsets, x.tensor.shape, begin, size, strict=True)
+        ranges = [(max(at, o), min(at + n, o + m)) for at, n, o, m in sides]
+        if all(first < end for first, end in ranges):
+            of_matrix = [(f - o, e - o) for (f, e), o in zip(ranges, begin, strict=True)][-2:]
+            place = [slice(f - at, e - at) for (f, e), at in zip(ranges, x.offsets, strict=True)]
+            pieces[Piece(Matrix(x.name, number, rows, columns), *of_matrix)] = tuple(place)
     return pieces
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """A matrix with all singular values near 1, computed in its own type."""
-    if x.size(0) > x.size(1):
-        return orthogonalized(x.mT).mT
+    """Matrices [K, m, n], m <= n, with all singular values near 1, computed in their own type. They
+    share each product: a small one alone keeps no core busy."""
     a, b, c = COEFFICIENTS
-    x = x / x.norm().clamp(min=SMALLEST)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
     for _ in range(NS_ROUNDS):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def owners_of(
-    sizes: Mapping[Matrix, tuple[int, int]], pieces: Sequence[Iterable[Piece]]
-) -> dict[Matrix, int]:
+def owners_of(pieces: Sequence[Iterable[Piece]]) -> dict[Matrix, int]:
     """The rank that computes each matrix: of those whose share of the work has room for it, the one
-    that holds most of it, and of equal ones the least busy.
-
-    Args:
-        sizes: of every matrix, rows and columns.
-        pieces: that each rank holds.
-    """
-    elements: dict[Matrix, list[int]] = {matrix: [0] * len(pieces) for matrix in sizes}
+    that holds most of it, and of equal ones the least busy. `pieces` are those that each rank
+    holds."""
+    elements = defaultdict[Matrix, list[int]](lambda: [0] * len(pieces))
     for rank, of_rank in enumerate(pieces):
         for piece in of_rank:
-            elements[piece.matrix][rank] += piece.shape[0] * piece.shape[1]
-    work = {matrix: min(size) ** 2 * (2 * max(size) + min(size)) for matrix, size in sizes.items()}
-    busy, share = [0] * len(pieces), sum(work.values()) / len(pieces)
+            elements[piece.matrix][rank] += math.prod(piece.shape)
+    busy, share = [0] * len(pieces), sum(matrix.work for matrix in elements) / len(pieces)
     owners = {}
-    for matrix in sorted(sizes, key=lambda matrix: -work[matrix]):  # the large ones first
+    for matrix in sorted(elements, key=lambda matrix: (-matrix.work, matrix)):  # large ones first
         least = min(busy)
-        fits = [r for r, w in enumerate(busy) if w == least or w + work[matrix] <= share]
+        fits = [r for r, w in enumerate(busy) if w == least or w + matrix.work <= share]
         owner = max(fits, key=lambda rank: (elements[matrix][rank], -busy[rank]))
-        owners[matrix], busy[owner] = owner, busy[owner] + work[matrix]
+        owners[matrix], busy[owner] = owner, busy[owner] + matrix.work
     return owners
 
 
@@ -153,7 +165,7 @@ class Delivery:
         self._lengths = [[0] * size for _ in range(size)]
         in_order = sorted(messages)
         for sender, receiver, piece in in_order:
-            self._lengths[sender][receiver] += piece.shape[0] * piece.shape[1]
+            self._lengths[sender][receiver] += math.prod(piece.shape)
         self._outgoing = [piece for sender, _, piece in in_order if sender == rank]
         self._incoming = [piece for _, receiver, piece in in_order if receiver == rank]
 
@@ -163,7 +175,7 @@ class Delivery:
             return dict
         flat = torch.cat([self._like, *(values[piece].flatten() for piece in self._outgoing)])
         finish = self._ranks.start_all_to_all(flat, self._lengths)
-        sizes = [rows * columns for rows, columns in (piece.shape for piece in self._incoming)]
+        sizes = [math.prod(piece.shape) for piece in self._incoming]
 
         def receive() -> dict[Piece, Tensor]:
             parts = zip(self._incoming, finish().split(sizes), strict=True)
@@ -208,35 +220,24 @@ class Muon(torch.optim.Optimizer):
                 pieces, which all call it together. None: this rank alone.
         """
         own, rank_here = {*self.param_groups[0]["params"]}, 0 if ranks is None else ranks.rank
-        here = [x for x in held if x.parameter in own]
-        self._held = [(x, pieces_of(x)) for x in here]
-        self._sizes: dict[Matrix, tuple[int, int]] = {
-            (x.name, k): (size[-2], size[-1])
-            for x in here
-            for k, (_, size) in enumerate(matrices_in(x.name, x.shape))
-        }
-        pieces_here = [piece for _, pieces in self._held for piece in pieces]
-        by_rank: list[Any] = [(pieces_here, self._sizes)]
+        self._held = [(x, pieces_of(x)) for x in held if x.parameter in own]
+        by_rank: list[Any] = [[piece for _, pieces in self._held for piece in pieces]]
         if ranks is not None:
             by_rank *= ranks.size
             dist.all_gather_object(by_rank, by_rank[0], ranks.group)
         holders = defaultdict[Piece, list[int]](list)
-        for rank, (pieces, sizes) in enumerate(by_rank):
-            self._sizes = {**self._sizes, **sizes}
+        for rank, pieces in enumerate(by_rank):
             for piece in pieces:
                 holders[piece].append(rank)
-        in_order = dict(sorted(self._sizes.items()))  # the same on all ranks
-        owners = owners_of(in_order, [pieces for pieces, _ in by_rank])
-        self._owned: dict[Matrix, list[Piece]] = {
-            matrix: [piece for piece in holders if piece.matrix == matrix]
-            for matrix, owner in owners.items()
-            if owner == rank_here
-        }
+        owners = owners_of(by_rank)
         there, back = [], []
+        self._owned = defaultdict[tuple[int, int], dict[Matrix, list[Piece]]](dict)  # by sides
         for piece, has in holders.items():
-            owner = owners[piece.matrix]
+            matrix, owner = piece.matrix, owners[piece.matrix]
             there += [(has[0], owner, piece)] if owner not in has else []
             back += [(owner, rank, piece) for rank in has if rank != owner]
+            if owner == rank_here:
+                self._owned[matrix.sides].setdefault(matrix, []).append(piece)
         self._like = torch.empty(0, dtype=self._dtype, device=device)
         self._to_owners, self._from_owners = (
             Delivery(messages, ranks, self._like) for messages in (there, back)
@@ -247,46 +248,41 @@ class Muon(torch.optim.Optimizer):
         """An update; all ranks call it together."""
         assert closure is None
         group = self.param_groups[0]
-        directions = self._directions(group["params"], group["momentum"])
+        directions = {p: self._direction(p, group["momentum"]) for p in group["params"]}
         values = {
             piece: _at(x.of(directions[x.parameter]), place).to(self._dtype)
             for x, pieces in self._held
             for piece, place in pieces.items()
         }
-        receive = self._to_owners.start(values)
+        updates = self._computed(values | self._to_owners.start(values)())
+        receive = self._from_owners.start(updates)
         self._adamw.step()
-        updates = self._computed(values | receive())
-        updates |= self._from_owners.start(updates)()
-        if group["params"]:
-            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+        for p in group["params"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        updates |= receive()
         for x, pieces in self._held:
             for piece, place in pieces.items():
-                size = 0.2 * max(self._sizes[piece.matrix]) ** 0.5
+                size = 0.2 * piece.matrix.sides[1] ** 0.5
                 _at(x.tensor, place).add_(updates[piece], alpha=-group["lr"] * size)
 
-    def _directions(self, parameters: list[nn.Parameter], momentum: float) -> dict[Any, Tensor]:
-        """The means of gradients, by parameter, as they will be after one more such gradient
-        (Nesterov)."""
-        if not parameters:
-            return {}
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        means = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, means, momentum)
-        return dict(zip(parameters, ahead, strict=True))
+    def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
+        """The mean of its gradients, as it will be after one more such gradient (Nesterov)."""
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        average = self.state[p]["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum)
 
     def _computed(self, values: Mapping[Piece, Tensor]) -> dict[Piece, Tensor]:
         """The pieces of all matrices that this rank owns, orthogonalised."""
         results: dict[Piece, Tensor] = {}
-        for matrix, pieces in self._owned.items():
-            whole = self._like.new_empty(self._sizes[matrix])
-            for piece in pieces:
-                whole[piece.place] = values[piece]
-            whole = orthogonalized(whole)
-            results |= {piece: whole[piece.place] for piece in pieces}
+        for sides, matrices in self._owned.items():
+            stack = self._like.new_empty(len(matrices), *sides)
+            for wide, (matrix, pieces) in zip(stack, matrices.items(), strict=True):
+                for piece in pieces:
+                    matrix.of(wide)[piece.place] = values[piece]
+            for wide, (matrix, pieces) in zip(orthogonalized(stack), matrices.items(), strict=True):
+                results |= {piece: matrix.of(wide)[piece.place] for piece in pieces}
         return results
 
 

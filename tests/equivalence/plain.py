@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from tests.equivalence.problems import BALANCE, DECAY, SEED, Noise, Problem, Sentences
-from tests.plain_experts import added_of, with_experts
+from tests.plain_experts import PlainExperts, added_of, with_experts
 from training.check import plain_steps
 from training.launch.world import World
 from training.tasks.gpt2 import Sequences, gpt2_layers
@@ -84,7 +84,7 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
         inputs = Sequences(ids[:, :-1], keys=keys)
         logits = nn.Sequential(*gpt2_layers(model))(inputs).flatten(0, 1)
     elif problem.documents:
-        logits = torch.cat([alone(model, row) for row in ids[:, :-1]])
+        logits = alone(model, ids[:, :-1])
     else:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
@@ -96,9 +96,19 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
     return loss
 
 
-def alone(model: Any, row: Tensor) -> Tensor:
-    """The logits of a row's documents, [T, V], of each as if there were no other: it begins with
-    token 0, or with the row."""
-    edges = sorted({0, *(row == 0).nonzero()[:, 0].tolist(), len(row)})
-    documents = (row[a:b][None] for a, b in pairwise(edges))
-    return torch.cat([model(input_ids=ids, use_cache=False).logits[0] for ids in documents])
+def alone(model: Any, rows: Tensor) -> Tensor:
+    """The logits of rows' documents, [B T, V], of each as if there were no other: it begins with
+    token 0, or with the row. Experts then have their choices of all of them, [B, T, E]."""
+    mlps = [block.mlp for block in model.transformer.h]
+    logits, choices = list[Tensor](), list[list[Any]]()
+    for row in rows:
+        edges = sorted({0, *(row == 0).nonzero()[:, 0].tolist(), len(row)})
+        for a, b in pairwise(edges):
+            logits.append(model(input_ids=row[None, a:b], use_cache=False).logits[0])
+            routed = (mlp for mlp in mlps if isinstance(mlp, PlainExperts))
+            choices.append([(mlp.logits, mlp.probabilities, mlp.chosen) for mlp in routed])
+    for mlp, of_documents in zip(mlps, zip(*choices, strict=True), strict=False):
+        mlp.logits, mlp.probabilities, mlp.chosen = (
+            torch.cat(parts, 1).view(*rows.shape, -1) for parts in zip(*of_documents, strict=True)
+        )
+    return torch.cat(logits)

@@ -142,9 +142,8 @@ class Sentences(Problem):
 
     def task(self, world: World, dtype: torch.dtype) -> SentenceTask:  # noqa: ARG002
         """The product's task on these sentences."""
-        if self.documents:
-            return RowTask(self, world)
-        return (RoutedSentenceTask if self.experts else SentenceTask)(self, world)
+        kinds = (SentenceTask, RowTask), (RoutedSentenceTask, RoutedRowTask)
+        return kinds[self.experts > 0][self.documents](self, world)
 
 
 class Held(list[Encoded]):
@@ -196,6 +195,10 @@ class RowTask(SentenceTask):
 
 class RoutedSentenceTask(ExpertTask, SentenceTask):
     """The same of a model with experts."""
+
+
+class RoutedRowTask(ExpertTask, RowTask):
+    """The same of both."""
 
 
 @dataclass(frozen=True)

@@ -437,6 +437,18 @@ def _documents() -> Iterator[Row]:
     }  # fmt: skip
     for name, (ranks, build, m) in layouts.items():
         yield Row(f"{name}-documents", ranks, build, rows, m)
+    routed = replace(rows, experts=4)  # their balance is of a row, whatever its documents
+    busy = replace(routed, shared_experts=2, balance_by="bias", router_z=0.1)
+    of_experts: dict[str, tuple[int, Build]] = {
+        "single": (1, replicated()),
+        "mesh2-ep2": (2, mesh(2, 1, 1, ep=2)),
+        "mesh2-ep2-zero3": (2, mesh(2, 1, 1, ep=2, zero=3)),
+        "context2": (2, mesh(1, 1, 1, cp=2)),
+        "mesh4-ep2-cp2-heads": (4, mesh(2, 1, 1, ep=2, cp=2, attention="heads")),
+    }
+    for name, (ranks, build) in of_experts.items():
+        yield Row(f"{name}-experts-documents", ranks, build, routed, 2)
+        yield Row(f"{name}-bias-documents", ranks, build, busy, 2)
     dropped = replace(rows, dropout=0.1)
     besides: dict[str, Any] = {
         "twice": "second run", "resumed": "resumed run", "recompute_always": "nothing recomputed"
@@ -585,6 +597,7 @@ def _muon() -> Iterator[Row]:
         22, n_layer=3, n_head=4, vocabulary=67, max_grad_norm=1.0, positions=40, optimizer="muon"
     )
     routed = replace(ROUTED, dropout=0.0, optimizer="muon")
+    busy = replace(BUSY, dropout=0.0, optimizer="muon")
     layouts: dict[str, tuple[int, Build, Sentences]] = {
         "single-muon": (1, replicated(), problem),
         "single-experts-muon": (1, replicated(), routed),
@@ -608,6 +621,10 @@ def _muon() -> Iterator[Row]:
         "mesh2-ep2-muon": (2, mesh(2, 1, 1, ep=2), routed),
         "mesh4-dp4-ep2-zero1-muon": (4, mesh(4, 1, 1, ep=2, zero=1), routed),
         "mesh4-dp4-ep2-zero3-muon": (4, mesh(4, 1, 1, ep=2, zero=3), routed),
+        "single-bias-muon": (1, replicated(), busy),
+        "ddp2-bias-muon": (2, replicated(), busy),
+        "mesh2-ep2-bias-muon": (2, mesh(2, 1, 1, ep=2), busy),
+        "mesh4-dp4-ep2-zero3-bias-muon": (4, mesh(4, 1, 1, ep=2, zero=3), busy),
         "hybrid4-shards2-zero1-muon": (4, mesh(4, 1, 1, zero=1, shards=2), problem),
         "hybrid4-shards2-zero3-gloo-muon": (4, mesh(4, 1, 1, zero=3, shards=2), problem),
     }

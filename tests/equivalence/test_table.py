@@ -82,6 +82,7 @@ SHORT = """
     hybrid4-shards2-zero1-gloo hybrid4-shards2-zero3-none_left hybrid4-shards2-zero3-ep2
     single-documents module2-documents mesh4-2x2x1-zero1-documents context2-heads-documents
     mesh4-1x1x2-cp2-sequence-documents context2-ring-documents-resumed
+    context2-experts-documents mesh2-ep2-bias-muon
     single-experts-muon ddp2-muon threads2-zb-muon fsdp2-zero3-muon-resumed fsdp3-zero3-gloo-muon
     mesh2-1x1x2-muon context2-ring-zero3-muon mesh4-2x1x2-zero1-muon mesh4-2x2x1-zero1-muon
     mesh4-dp4-ep2-zero3-muon hybrid4-shards2-zero1-muon pipeline2-zbv-muon

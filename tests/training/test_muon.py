@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.ranks import end_groups
 from tests.remote import on_ranks
 from training.launch.world import World
 from training.layouts.layout import Held
-from training.muon import Muon, Piece, is_matrix_of_block, owners_of, pieces_of
+from training.muon import Matrix, Muon, Piece, is_matrix_of_block, owners_of, pieces_of
 from training.results import NOTHING_YET
 from training.resume import NO_RESUME, Saving, find_resume
 
@@ -89,37 +88,37 @@ def test_the_pieces_of_a_rectangle() -> None:
     whole = torch.arange(48.0).view(4, 12)
     x = Held("attn.c_attn.weight", whole[1:3, 3:10], (1, 3), (4, 12))
     pieces = pieces_of(x)
-    assert [(p.matrix[1], p.rows, p.columns) for p in pieces] == [
+    assert [(p.matrix.number, p.rows, p.columns) for p in pieces] == [
         (0, (1, 3), (3, 4)), (1, (1, 3), (0, 4)), (2, (1, 3), (0, 2)),
     ]  # fmt: skip
     for piece, place in pieces.items():
-        of_matrix = whole.chunk(3, 1)[piece.matrix[1]][piece.place]
+        of_matrix = whole.chunk(3, 1)[piece.matrix.number][piece.place]
         assert torch.equal(x.tensor[place], of_matrix) and of_matrix.shape == piece.shape
     experts = Held("experts.c_fc.weight", torch.zeros(2, 3, 4), (1, 0, 0), (4, 3, 4))
-    assert [p.matrix[1] for p in pieces_of(experts)] == [1, 2]
+    assert [p.matrix.number for p in pieces_of(experts)] == [1, 2]
 
 
 def test_the_work_is_dealt_out_evenly_and_to_those_that_hold_it() -> None:
-    sizes = {(f"w{k}", 0): (4, 16) if k < 4 else (4, 4) for k in range(12)}
-    work = {m: min(size) ** 2 * (2 * max(size) + min(size)) for m, size in sizes.items()}
+    matrices = [Matrix(f"w{k}", 0, 4, 16 if k < 4 else 4) for k in range(12)]
+    total = sum(matrix.work for matrix in matrices)
 
-    def pieces(matrices: Any) -> list[Piece]:
-        return [Piece(m, (0, sizes[m][0]), (0, sizes[m][1])) for m in matrices]
+    def pieces(of_rank: list[Matrix]) -> list[Piece]:
+        return [Piece(m, (0, m.rows), (0, m.columns)) for m in of_rank]
 
-    def loads(owners: Any) -> list[int]:
-        total: Counter[int] = Counter()
+    def loads(owners: dict[Matrix, int]) -> list[int]:
+        by_rank: Counter[int] = Counter()
         for matrix, rank in owners.items():
-            total[rank] += work[matrix]
-        return [total[rank] for rank in sorted(total)]
+            by_rank[rank] += matrix.work
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
-    everything = owners_of(sizes, [pieces(sizes)] * 4)  # as under data parallelism
-    assert loads(everything) == [sum(work.values()) / 4] * 4
-    apart = [[m for k, m in enumerate(sizes) if (k // 2 % 2 == rank)] for rank in range(2)]
-    assert owners_of(sizes, [*map(pieces, apart)]) == {
+    everything = owners_of([pieces(matrices)] * 4)  # as under data parallelism
+    assert loads(everything) == [total / 4] * 4
+    apart = [[m for k, m in enumerate(matrices) if k // 2 % 2 == rank] for rank in range(2)]
+    assert owners_of([*map(pieces, apart)]) == {
         matrix: rank for rank, of_rank in enumerate(apart) for matrix in of_rank
     }
-    crowded = owners_of(sizes, [pieces(sizes), []])  # who holds all does not compute all
-    assert loads(crowded) == [sum(work.values()) / 2] * 2
+    crowded = owners_of([pieces(matrices), []])  # who holds all does not compute all
+    assert loads(crowded) == [total / 2] * 2
 
 
 @on_ranks(2)
