@@ -24,6 +24,7 @@ from training.optimization import (
     Recipe,
     check_schedule,
     clip_factor,
+    decay_steps_of,
     decays,
     make_optimizer,
     usual_warmup,
@@ -59,6 +60,12 @@ def test_the_warm_up_ends_before_the_run_does() -> None:
     check_schedule(stable, 5)
     with pytest.raises(UserError, match=r"^--decay_steps 7: .* --decay_steps 1 to 6 works$"):
         check_schedule(replace(stable, decay_steps=7), 5)
+
+
+def test_wsd_decays_for_a_fifth_of_the_run() -> None:
+    """If nobody says for how many steps; rounded up."""
+    decays_for = [decay_steps_of(Options(num_batches=n), 7) for n in (1, 5, 6, 10, 100)]
+    assert decays_for == [1, 1, 2, 2, 20]
 
 
 @pytest.mark.parametrize(
