@@ -301,7 +301,11 @@ class FullyShardedDataParallel:
                 self._finish_sums()
         if self.replicas.size > 1 and self._microbatch and not self._summed:
             with self._record("all_reduce", -1):
-                self._finish_sums_of_replicas()
+                started, self._over_replicas = self._over_replicas, []
+                for one in started or [u.start_sum_of_replicas() for u in self._trained]:
+                    self.replicas.finish_sum(one)
+                self.replicas.barrier(self.device)  # all have written their parts of my gradients
+                self._summed, self._last_pass = True, False
         for u in self._trained:
             u.hand_back()
 
@@ -374,7 +378,7 @@ class FullyShardedDataParallel:
         """Waits for the units of a layer, and starts to gather the next layer's."""
         for u in units:
             u.start_gather()
-        if any(u.arriving for u in units):
+        if any(u.arriving is not None for u in units):
             with self._record("all_gather", layer):
                 for u in units:
                     u.finish_gather()
@@ -410,13 +414,6 @@ class FullyShardedDataParallel:
             if complete and self.replicas.size > 1:
                 self._over_replicas.append(u.start_sum_of_replicas())  # while backward goes on
         self._reducing = []
-
-    def _finish_sums_of_replicas(self) -> None:
-        started, self._over_replicas = self._over_replicas, []
-        for one in started or [u.start_sum_of_replicas() for u in self._trained]:
-            self.replicas.finish_sum(one)
-        self.replicas.barrier(self.device)  # all have written their parts of my shards' gradients
-        self._summed, self._last_pass = True, False
 
     def _barrier(self, number: int | None = None) -> None:
         with self._record("barrier", -1):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,33 +85,31 @@ class LayerGraph(Graph):
         self.draws = SameDraws(device)
 
 
+@dataclass(eq=False)
 class GatheredLayer:
     """A layer and the units of its parameters.
 
     Args:
-        recompute: free what backward needs and compute it again, if backward gathers all units.
+        recomputes: free what backward needs and compute it again, if backward gathers all units.
 
     Attributes:
+        units: its own, of `all_units`.
         regathered: the units needed by its backward.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        places: Sequence[Place],
-        units: Sequence[ShardedUnit],
-        recompute: bool,
-        device: torch.device,
-    ) -> None:
-        self.device = device
-        self.name = f"layer {index} ({type(module).__name__})"
-        self.module = module
-        self.units = [u for u in units if index in u.unit.layers]
-        needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
+    index: int
+    module: nn.Module
+    places: Sequence[Place]
+    all_units: Sequence[ShardedUnit]
+    recomputes: bool
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.name = f"layer {self.index} ({type(self.module).__name__})"
+        self.units = [u for u in self.all_units if self.index in u.unit.layers]
+        needed = {p.unit for p in self.places if not isinstance(p.module, nn.Embedding)}
         self.regathered = [u for u in self.units if u.unit.index in needed]
-        self.checkpoint = recompute and self.regathered == self.units
-        self._places = places
+        self.checkpoint = self.recomputes and self.regathered == self.units
         self._empty = {u.unit.index: u.empty for u in self.units}
         self._put(self._empty)
 
@@ -181,7 +180,7 @@ class GatheredLayer:
         return of_inputs, {u: [dense.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        for module, attribute, unit, entry in self._places:
+        for module, attribute, unit, entry in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = parameters[unit][entry]  # 40 times as fast
             else:  # it may keep them elsewhere, too

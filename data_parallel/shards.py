@@ -22,6 +22,7 @@ Cost: every parameter and every shard starts on a cache line: at most 64 bytes o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -189,6 +190,7 @@ def plan_units(
     return [*plans.values()], places
 
 
+@dataclass(eq=False)
 class ShardedUnit:
     """A unit, this rank's shard of it, and the shard's gradient.
 
@@ -204,28 +206,27 @@ class ShardedUnit:
             shares with no other has them whole.)
         empty: by entry, parameters without memory: what modules hold between the passes.
         gradient: memory for the shard's grad, from the first backward on.
+        arriving: waits for a gather that has started; None: there is none.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        communicator: Communicator,
-        replicas: Communicator,
-        pool: Pool,
-        device: torch.device,
-        zero: int,
-    ) -> None:
-        self.unit, self.communicator, self.replicas = unit, communicator, replicas
-        self.pool, self.device = pool, device
+    unit: Unit
+    communicator: Communicator
+    replicas: Communicator
+    pool: Pool
+    device: torch.device
+    zero: int
+
+    def __post_init__(self) -> None:
+        unit, communicator = self.unit, self.communicator
         self.whole: Tensor | None = None
         self.addresses = range(0)
         self.empty: list[nn.Parameter] = []
         # By the memory that was lent, of which there are few pieces, again and again
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
-        sharded = zero == 3 and communicator.size > 1
+        sharded = self.zero == 3 and communicator.size > 1
         numel = unit.shard_numel if sharded else unit.numel
-        storage = communicator.keep(numel, unit.compute_dtype, device)
+        storage = communicator.keep(numel, unit.compute_dtype, self.device)
         self.kept = None if sharded else storage
         self.published = storage if sharded else storage[unit.shard_slice(communicator.rank)]
         shard = self.published
@@ -237,7 +238,7 @@ class ShardedUnit:
         self.nbytes = storage.nbytes + (shard.nbytes if self.casts else 0)  # held permanently
         self.gradient: Tensor | None = None
         self._gradient_slices: list[Tensor] = []  # as `trained`
-        self._arrived: Wait | None = None  # of a gather that has started and is not finished
+        self.arriving: Wait | None = None
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[tuple[str, nn.Parameter]], init: Initialize | None) -> None:
@@ -271,7 +272,7 @@ class ShardedUnit:
     def parameters(self) -> list[nn.Parameter]:
         """Views of the gathered unit, made once for each piece of memory: to make them takes the
         host as long as to compute with them. They share its count of writes."""
-        assert self.whole is not None and not self.arriving, "the parameters are not gathered"
+        assert self.whole is not None and self.arriving is None, "the parameters are not gathered"
         memory = self.whole.untyped_storage()._cdata
         if memory not in self._parameters:
             views = self.unit.views(self.whole)
@@ -285,11 +286,6 @@ class ShardedUnit:
         if self.casts:
             self.published.copy_(self.shard.data)
 
-    @property
-    def arriving(self) -> bool:
-        """Whether a gather has started and is not finished."""
-        return self._arrived is not None
-
     def start_gather(self) -> None:
         """Does nothing if it is gathered or arriving."""
         if self.whole is None:
@@ -298,13 +294,13 @@ class ShardedUnit:
                 self.whole = self.pool.take(self.unit.numel, self.unit.compute_dtype)
             begin = self.whole.data_ptr()
             self.addresses = range(begin, begin + self.whole.nbytes)
-            self._arrived = self.communicator.start_gather(self.published, self.whole)
+            self.arriving = self.communicator.start_gather(self.published, self.whole)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was started."""
-        if self._arrived is not None:
-            self._arrived()
-            self._arrived = None
+        if self.arriving is not None:
+            self.arriving()
+            self.arriving = None
 
     def free(self) -> None:
         """Gives lent memory back; zero 2 keeps its own."""

@@ -128,7 +128,7 @@ class Dataflow:
             with self._noted(action, RECOMPUTE):
                 stage.compute_again(i)
         gradients = self.down[s + 1].get(i)  # waits
-        with self._noted(action), _no_autocast():
+        with self._noted(action), Autocast(off=True).entered():  # which is for forwards only
             if kind is BACKWARD:
                 result = stage.backward(i, gradients, self.retain_graph)
             else:
@@ -136,7 +136,7 @@ class Dataflow:
         self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
 
     def _backward_weight(self, action: Action) -> None:
-        with self._noted(action), _no_autocast():
+        with self._noted(action), Autocast(off=True).entered():
             self.stages[action.stage].backward_weight(action.microbatch)
 
     @contextlib.contextmanager
@@ -154,8 +154,3 @@ class Dataflow:
             # `add_note` of Python 3.11
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
             raise
-
-
-def _no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Autocast is for forwards only: the backward of an operator chooses its own types."""
-    return Autocast(off=True).entered()

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -73,6 +74,7 @@ Lengths = Sequence[Sequence[int]]
 """By sender and receiver."""
 
 
+@dataclass(eq=False)
 class Communicator:
     """A group of ranks. All call the same methods in the same order, with tensors of the same
     shapes; in an all-to-all their numbers of rows may differ.
@@ -89,18 +91,15 @@ class Communicator:
         rank, size: this rank's number in the group, and the number of ranks.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        recorder: Recorder | None = None,
-        comm_dtype: torch.dtype | None = None,
-        sums_travel_narrow: bool = False,
-    ) -> None:
-        self.group, self.recorder = group, recorder
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.comm_dtype, self.sums_travel_narrow = comm_dtype, sums_travel_narrow
-        self._options: Any = {"group": group, "async_op": True}
+    group: dist.ProcessGroup | None = None
+    recorder: Recorder | None = None
+    comm_dtype: torch.dtype | None = None
+    sums_travel_narrow: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = 1 if self.group is None else dist.get_world_size(self.group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self._options: Any = {"group": self.group, "async_op": True}
         self._pools: dict[torch.device, Pool] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from runtime.guards import tensors_of
 from runtime.recompute import Autocast
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -136,8 +137,7 @@ class Graph:
 
 def versions(value: Any) -> list[int]:
     """The number of writes to each tensor; inference tensors do not count theirs."""
-    leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-    return [0 if x.is_inference() else x._version for x in leaves]
+    return [0 if x.is_inference() else x._version for x in tensors_of(value)]
 
 
 def memory_of(device: torch.device) -> torch.device:

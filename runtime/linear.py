@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runtime.graph import Gradients
+from runtime.sums import narrowed
 
 # Layers that compute x w + b and nothing else, and whether their weight is transposed.
 _LINEAR = {"torch.nn.modules.linear.Linear": True, "transformers.pytorch_utils.Conv1D": False}
@@ -193,9 +194,9 @@ class WeightsLater:
     def __exit__(self, *_: object) -> None:
         _thread.later = self._before
 
-    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, parameter: Tensor) -> Tensor:
         if parameter not in self._casts:
-            self._casts[parameter] = _cast(parameter.detach(), dtype)
+            self._casts[parameter] = narrowed(parameter.detach())
         return self._casts[parameter]
 
     def add(self, gradients: Gradients) -> None:
@@ -267,9 +268,8 @@ def multiplied(
     if torch.is_autocast_enabled(x.device.type):
         # Cast here: backward needs the cast operands too, and inside the autograd function
         # (no_grad) autocast would cast every weight anew for every micro-batch.
-        dtype = torch.get_autocast_dtype(x.device.type)
-        cast = _cast if later is None else later.cast
-        x, w, b = _cast(x, dtype), cast(weight, dtype), None if b is None else cast(b, dtype)
+        cast = narrowed if later is None else later.cast
+        x, w, b = narrowed(x), cast(weight), None if b is None else cast(b)
     # Function.apply looks for torch.func's transforms, which takes as long as a small product. It
     # is spared that where `_later_of` has looked.
     apply = _Multiplied.apply if later is None else _apply
@@ -321,11 +321,6 @@ def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | 
     return _thread.later if may_wait else None
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does."""
-    return t if t.dtype == torch.float64 else t.to(dtype)
-
-
 class _Multiplied(torch.autograd.Function):
     """`weight` and `bias` are arguments so that the result has a graph even if x has none, and
     to get their gradients if nothing is left for later. `w` and `b` are the operands, perhaps cast.
@@ -367,7 +362,7 @@ class _Multiplied(torch.autograd.Function):
                 "create_graph=True"
             )
         if torch.is_grad_enabled() and w.dtype != weight.dtype:
-            w = _cast(weight, w.dtype)  # differentiated again: the kept copy has no graph
+            w = weight.to(w.dtype)  # differentiated again: the kept copy has no graph
         x = x if exchange is None else exchange.gather(x)
         rows = dy.flatten(0, -2)  # R N, any of which may be 0
         inputs = x.detach().flatten(0, -2)  # R K; not x itself, which keeps the graph

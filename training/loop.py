@@ -81,7 +81,11 @@ def train(
             if remark is not None and rank == 0:
                 bar.write(remark)
             seconds = time.perf_counter() - start  # a GPU may still compute the update
-            totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
+            skipped = math.isnan(optimizer.loss)
+            loss_sum, count = (0.0, 0) if skipped else (optimizer.loss_sum, step.count)
+            totals = totals.plus(
+                Totals(loss_sum, count, step.positions, step.tokens, seconds, skipped, steps=1)
+            )
             bar.set_postfix_str(
                 f"loss {optimizer.loss_sum / step.divisor:.3f}, "
                 f"{totals.positions / totals.seconds:,.0f} positions/s",
@@ -91,19 +95,6 @@ def train(
             after_step(totals, seconds)
             start, step = time.perf_counter(), following
     return totals
-
-
-def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: bool) -> Totals:
-    """The totals after one more step."""
-    return Totals(
-        loss_sum=totals.loss_sum + (0.0 if skipped else loss_sum),
-        count=totals.count + (0 if skipped else step.count),
-        positions=totals.positions + step.positions,
-        tokens=totals.tokens + step.tokens,
-        seconds=totals.seconds + seconds,
-        skipped=totals.skipped + skipped,
-        steps=totals.steps + 1,
-    )
 
 
 def seed_step(model: LaidOutModel, seed: int, number: int) -> None:

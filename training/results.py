@@ -36,7 +36,8 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class Totals:
     seconds: float = 0.0
     skipped: int = 0
     steps: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        """The sum of both."""
+        return Totals(*map(add, astuple(self), astuple(other)))
 
 
 NOTHING_YET = Totals()

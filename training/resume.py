@@ -210,25 +210,23 @@ def started(world: World, args: Options) -> Iterator[None]:
         raise
 
 
+@dataclass(eq=False)
 class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
-    def __init__(
-        self,
-        world: World,
-        args: Options,
-        task: TrainingTask,
-        model: LaidOutModel,
-        optimizer: GlobalOptimizer,
-    ) -> None:
-        self.world, self.args, self.task = world, args, task
-        self.model, self.optimizer = model, optimizer
-        self.fingerprint = task.fingerprints()["train"]
-        folder = args.workdir / CHECKPOINTS
-        if world.is_main:
-            (args.workdir / ENDED).unlink(missing_ok=True)
+    world: World
+    args: Options
+    task: TrainingTask
+    model: LaidOutModel
+    optimizer: GlobalOptimizer
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.task.fingerprints()["train"]
+        folder = self.args.workdir / CHECKPOINTS
+        if self.world.is_main:
+            (self.args.workdir / ENDED).unlink(missing_ok=True)
         clean(folder)  # on every host, before the ranks meet to make the Saver
-        self.saver = Saver(folder, world, args.timeout, args.async_save)
+        self.saver = Saver(folder, self.world, self.args.timeout, self.args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
 
     def restore(self, resume: Resume) -> Totals:

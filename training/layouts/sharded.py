@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
@@ -57,7 +56,7 @@ class Sharded(MeshLayout):
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """What updates the shards."""
         self.arrange_optimizers()
-        return OptimizerOfShards(self.fsdp, recipe, self.world, self.counted)
+        return OptimizerOfShards(self.fsdp, recipe, self.world, counted=self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches; the sums of their gradients over ranks are started meanwhile."""
@@ -94,16 +93,10 @@ class Sharded(MeshLayout):
 
 
 class OptimizerOfShards(GlobalOptimizer):
-    """Its steps are collective: other ranks read these shards."""
+    """Its steps are collective: other ranks read these shards. `others`: see `GlobalOptimizer`."""
 
-    def __init__(
-        self,
-        fsdp: FullyShardedDataParallel,
-        recipe: Recipe,
-        world: World,
-        counted: Collection[nn.Parameter],
-    ) -> None:
-        super().__init__([fsdp.optimizer], recipe, world, counted=counted)
+    def __init__(self, fsdp: FullyShardedDataParallel, *others: Any, **counted: Any) -> None:
+        super().__init__([fsdp.optimizer], *others, **counted)
         self._fsdp = fsdp
 
     def zero_grad(self) -> None:
