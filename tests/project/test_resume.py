@@ -200,6 +200,12 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "load_texts", Mock(side_effect=Killed))
         run(f"train single {TINY} --num_batches 2 --seed 7")
+    started = Path("work/options.json").read_bytes()
+    for line in ("train single --resume", f"train single {TINY} --seed 8"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="away now"):
+            patch.setattr(train, "load_texts", Mock(side_effect=UserError("the data are away now")))
+            run(line)
+        assert Path("work/options.json").read_bytes() == started
     printed, error = run("train single --resume")
     assert error is None
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
