@@ -25,7 +25,9 @@ def multiple(size: int, tensor_ranks: int = 1) -> int:
 
 def zigzag(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
     """The positions that a rank has of a sequence of `length`, a multiple of 2 `size`, ascending:
-    [length / size]. Raises ValueError if the length is none."""
+    [length / size]. Raises ValueError if the length is none, or the rank."""
+    if rank not in range(size):
+        raise ValueError(f"rank {rank} of {size}: its number must be one of 0 to {size - 1}")
     if rest := length % (2 * size):
         raise ValueError(
             f"{length} positions cannot be cut over {size} ranks, two equal stretches each; "
@@ -40,10 +42,12 @@ def refuse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> No
     """ValueError for what attention over several ranks does not compute."""
     if mask is not None:
         raise ValueError("attention over several ranks is causal, and takes no mask: give None")
-    if q.size(-2) % 2:
+    if q.dim() != 4:
+        raise ValueError(f"q has {q.dim()} dimensions: it takes 4, [B, H, T, E]")
+    if q.size(-2) % 2 or not q.size(-2):  # a kernel of the CPU divides by the positions
         raise ValueError(
             f"{q.size(-2)} positions on a rank: it needs an even number, half of them from each "
-            f"end of the sequence; {q.size(-2) + 1} work"
+            f"end of the sequence; {max(2, q.size(-2) + 1)} work"
         )
     if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
         kinds = (f"{list(t.shape)} of {t.dtype}".replace("torch.", "") for t in (q, k, v))

@@ -242,6 +242,9 @@ def test_what_is_not_computed_is_refused(way: Any) -> None:
         ((x, x, x, shape_of(4, 4)), "is causal, and takes no mask: give None"),
         ((x, x, shape_of(1, 2, 6, 8), None), "8] of float64, .* must have one shape and type"),
         ((x, x.float(), x, None), r"\[1, 2, 4, 8\] of float32, .* must have one shape and type"),
+        ((x[0], x[0], x[0], None), r"q has 3 dimensions: it takes 4, \[B, H, T, E\]"),
+        # Torch's kernel for CPUs divides by their number: the process dies.
+        ((x[:, :, :0],) * 3 + (None,), "0 positions on a rank: .* 2 work"),
     ):
         with pytest.raises(ValueError, match=words):
             way(*given, 0.0, None, 7)

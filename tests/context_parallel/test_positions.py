@@ -27,6 +27,9 @@ def test_the_stretches_of_two_and_three_ranks() -> None:
 def test_no_position_is_lost() -> None:
     with pytest.raises(ValueError, match=r"10 positions cannot be cut over 2 ranks.* 12 can"):
         zigzag(0, 2, 10)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} of 2: its number .* one of 0 to 1"):
+            zigzag(rank, 2, 8)
 
 
 @pytest.mark.parametrize("c", [2, 3, 4, 8])

@@ -229,6 +229,41 @@ def test_a_stage_leaves_the_gradients_of_experts_for_w() -> None:
         torch.testing.assert_close(gradient, p.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("frozen", ["c_fc.weight", "c_fc.bias", "c_fc."])
+def test_frozen_experts_stay_and_cost_no_product(frozen: str) -> None:
+    """Neither a gradient of theirs nor memory for it; the others have the same bits. E products
+    make the gradient of the c_fc of E experts, each of which is chosen, and a sum that of a bias.
+    """
+    x, dy = torch.randn(2, 1, 40, C, dtype=torch.float64)
+    found = []
+    for names in ((), (frozen,)):
+        layer: Experts = like(Experts)
+        for name, p in layer.named_parameters():
+            p.requires_grad_(not any(name.startswith(f"experts.{each}") for each in names))
+        stage = Stage(0, nn.Sequential(Alone(layer)), torch.device("cpu"), num_microbatches=1)
+        with Products() as products:
+            for action in ("F0", "B0"):
+                act(stage, action, x, dy)
+        names_of = {p: name for name, p in layer.named_parameters()}
+        sums = {names_of[p]: gradient for p, gradient in stage.take_gradients().items()}
+        found.append((sums, products.number))
+    (whole, all_products), (sums, fewer) = found
+    still = {name for name in whole if not name.startswith(f"experts.{frozen}")}
+    assert sums.keys() == still and len(whole) == 5
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in sums.items())
+    assert all_products - fewer == (0 if frozen == "c_fc.bias" else E)
+
+
+class Products(TorchDispatchMode):
+    """Counts those of matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
 class Casts(TorchDispatchMode):
     """Counts them by shape."""
 
