@@ -68,7 +68,7 @@ def write_one_and_two(root: Path) -> tuple[Path, Path]:
     return write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1), root / "dp2"
 
 
-def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
+def write_run(root: Path, name: str, *steps: Rows, **summary: Any) -> Path:
     """A run of train.py, such as ddp2, with its timelines."""
     folder, workers = root / name, int(name[-1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +83,19 @@ def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps({**content, **summary}))
     (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
-    write_timelines(folder, rows, strategy=name[:-1])
+    write_timelines(folder, *steps, strategy=name[:-1])
     return folder
 
 
-def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
-    """Per rank, what it did in step 1; step 0 is far off."""
-    for rank, events in enumerate(rows):
-        timeline = Timeline(World(rank, len(rows)), about=about)
+def write_timelines(folder: Path, *steps: Rows, **about: Any) -> None:
+    """Per rank, what it did in steps 1, 2, ...; step 0 is far off."""
+    ranks = len(steps[0]) if steps else 0
+    for rank in range(ranks):
+        timeline = Timeline(World(rank, ranks), about=about)
         timeline.begin_step()
         timeline("F", 0, 0, -900.0, -500.0)
-        timeline.begin_step()
-        for event in events:
-            timeline(*event)
+        for rows in steps:
+            timeline.begin_step()
+            for event in rows[rank]:
+                timeline(*event)
         (folder / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()), "utf-8")

@@ -13,7 +13,7 @@ import pytest
 from pipeline.schedules.catalogue import SCHEDULES, V_SHAPED, find
 from pipeline.schedules.printed import peak_alive
 from pipeline.schedules.schedule import Schedule, ended_with, stage_ranks, validate
-from pipeline.schedules.written import write_schedule
+from pipeline.schedules.written import read_schedule, write_schedule
 from planning.simulate import Simulator, Work, with_times
 from project import report
 from project.figures.pages import GRID
@@ -252,6 +252,63 @@ def test_an_action_is_dragged_and_the_page_says_what_that_breaks(window: Browser
     window.click('[data-rank="2"] [data-k="7"]')
     window.press("Delete")
     assert window.text("#broken") == "stage 2: B3 is there 0 times, not 1"
+
+
+def test_changes_are_made_once_more_reloaded_saved_and_opened(window: Browser, page: Path) -> None:
+    """What is saved is Python's file of the lists; opened, it is on the page as it was. A file that
+    is none changes nothing."""
+    window.open(page, "#schedule=1f1b&ranks=2&m=3")
+    shown = "[...document.querySelectorAll('[data-k]')].map((each) => each.ariaLabel)"
+    may = "['undo', 'redo'].map((name) => !document.querySelector(`[name=${name}]`).disabled)"
+    plain = window.js(shown)
+    window.click('[data-rank="0"] [data-k="2"]')
+    window.press("ArrowRight", SHIFT)  # F2 after B0
+    lists = [list(row) for row in find("1f1b")(2, 3)]
+    lists[0].insert(3, lists[0].pop(2))
+    changed = window.js(shown)
+    assert changed != plain and window.js(may) == [True, False]
+    window.press("z", CONTROL)
+    assert window.js(shown) == plain and window.js(may) == [False, True]
+    window.press("y", CONTROL)
+    assert window.js(shown) == changed and window.js(may) == [True, False]
+    window.click("[name=undo]")
+    window.click("[name=redo]")
+    assert window.js(shown) == changed
+    window.click("[name=undo]")
+    window.click('[data-rank="1"] [data-k="0"]')
+    window.press("Delete")  # another change: the first one cannot be made again
+    assert window.js(may) == [True, False]
+    window.click("[name=undo]")
+    window.click('[data-rank="0"] [data-k="2"]')
+    window.press("ArrowRight", SHIFT)
+    window.open(page, window.js("location.hash"))  # as a reload
+    assert window.js(shown) == changed and window.js(may) == [False, False]
+    window.js("HTMLAnchorElement.prototype.click = function () { window.link = this }")
+    window.click("[name=save]")
+    kind, _, text = window.js("decodeURIComponent(link.href)").partition(",")
+    assert (kind, window.js("link.download")) == ("data:text/plain", "my_schedule.txt")
+    assert read_schedule(text, "my_schedule.txt") == lists
+    window.open(page)
+
+    def give(name: str, content: str) -> None:
+        window.js(
+            f"""{{ const given = new DataTransfer(), input = document.querySelector('[name=open]');
+            given.items.add(new File([{json.dumps(content)}], {json.dumps(name)}));
+            input.files = given.files;
+            input.dispatchEvent(new Event('input', {{ bubbles: true }})) }}"""
+        )
+
+    give("my_schedule.txt", text)
+    window.until("document.querySelector('#result').innerText.startsWith('1f1b, changed by you')")
+    assert window.js(shown) == changed
+    for wrong, words in (
+        ("F0 X0", "X0 is no action"),
+        ("rank 0: B0 F0\nrank 1: F0 B0", "deadlock"),
+    ):
+        give("other.txt", wrong)
+        window.until(f"document.querySelector('#said').innerText.includes('{words}')")
+        assert window.text("#said").startswith("This file cannot be opened: ")
+        assert window.js(shown) == changed
 
 
 def test_gaps_are_explained_and_the_schedules_compared(window: Browser, page: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from project import report
 from project.figures.compared import compare_step
 from project.figures.gantt import events_of
 from project.figures.pages import fill_template, letters, stepper
-from project.figures.runs import Run
+from project.figures.runs import Run, Workers, actions_of, shares
 from tests.browser import browser
 from tests.project.made_up import PIPELINE, write_run
 from tests.project.programs import ROOT, TINY, in_folder, on_rank
 from tests.ranks import Ranks
 from training.launch.errors import UserError
 from training.options import Options
+from training.timeline import Event
 
 PAGE = ROOT / "project" / "page"
 
@@ -123,6 +125,69 @@ def test_what_replicas_take(tmp_path: Path) -> None:
     work = compare_step(Run(folder)).work
     found = work.transfer(Action(Kind.FORWARD, 0, 0)), work.exchange(0), work.update(0)
     assert found == (0.125, 1, 2)
+
+
+def test_of_several_steps_the_usual_one_is_shown_and_medians_are_of_all(tmp_path: Path) -> None:
+    """The second of three took as long as the median of all steps, which the summary has."""
+    one, slow, usual = (
+        [[(*event[:3], k * event[3], k * event[4]) for event in row] for row in PIPELINE]
+        for k in (1, 4, 2)
+    )
+    about: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2}
+    seconds = [900.0, 9.5, 20.0, 38.0]
+    folder = write_run(
+        tmp_path, "pipeline2", one, usual, slow, stage_sizes=[5, 3], step_seconds=seconds, **about
+    )
+    found = compare_step(Run(folder))
+    assert (found.step, found.span) == (2, 19)
+    assert found.work.seconds(Action(Kind.FORWARD, 0, 0)) == 2
+    assert found.rank_times().forward == [2, 2]
+    (folder / "summary.json").unlink()  # a run that did not finish: the median of what it recorded
+    (folder / "options.json").write_text(json.dumps({"world_size": 2, **about}))
+    assert compare_step(Run(folder)).step == 2
+
+
+def test_time_is_counted_once_whatever_lies_inside_another(tmp_path: Path) -> None:
+    """Of two chunks per rank, whose backwards compute again inside and beside themselves: the step
+    as the simulator has it. Nobody is idle where any event is going on."""
+    work = Work(with_times([1, 2, 1, 1], [1] * 4, [1] * 4))
+    step = Simulator(find("interleaved", 2)(2, 2)).run(work)
+    plain = [[(*e[:3], e.start, e.end) for e in row] for row in in_order(events_of(step))]
+    nested = [
+        [*row, *(("R", s, i, start, (start + end) / 2) for kind, s, i, start, end in row
+                 if kind == "B")]
+        for row in plain
+    ]  # fmt: skip
+    # A second part of a layer's backward, within the first; and one that outlasts it.
+    split = [
+        [event for kind, s, i, start, end in row for event in (
+            [(kind, s, i, start, end)] if kind != "B" else
+            [("B", s, i, start, end - 0.5), ("B", s, i, start + 0.2, start + 0.4),
+             ("B", s, i, start + 0.5, end)]
+        )]
+        for row in plain
+    ]  # fmt: skip
+    for k, rows in enumerate((plain, nested, split)):
+        about = {"schedule": "interleaved", "chunks": 2, "num_microbatches": 2, "pp": 2}
+        found = compare_step(Run(write_run(tmp_path, f"chunks{k}_2", rows, **about)))
+        assert found.span == step.span
+        assert found.bubble == pytest.approx(step.bubble)
+        assert found.predicted.seconds == pytest.approx(step.seconds)
+        assert found.rank_times().forward == [2, 3]
+        assert found.rank_times().backward_input == [2, 2]
+        assert [found.work.recompute(s) for s in range(4)] == [0] * 4
+        idle = [sum(causes.values()) for causes in found.idle.values()]
+        assert sum(idle) / 2 == pytest.approx(step.bubble * step.span)
+        assert all(causes["not predicted"] < 1e-9 for causes in found.idle.values())
+        parts = shares(found.events)
+        assert sum(parts.values()) == pytest.approx(step.span)
+        assert parts["idle"] == pytest.approx(step.bubble * step.span)
+        assert parts["recompute"] == pytest.approx(4 if k == 1 else 0)
+
+
+def in_order(workers: Workers) -> list[Sequence[Event]]:
+    """The actions of each rank."""
+    return [actions for _, actions in sorted(actions_of(workers).items())]
 
 
 @pytest.fixture(scope="module")
