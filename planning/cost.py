@@ -217,25 +217,22 @@ class PricedStep:
         held, working = blocks * (self.entry if again else self.whole), self.whole * again
         working += self.late * blocks * halves
         if last:
-            # Bytes per logit that wait for backward, and those more when it begins. fused: of the
-            # products' type; plain: in all those of three log-softmax, in fp32 at least.
-            log = max(4, self.size)
-            waiting = log + (self.size if self.size < log else 0)
-            more = 3 * log - waiting
-            if self.machine.loss == "fused":
-                waiting, more = self.size, self.size
+            # Bytes per logit that wait for backward, and all when it begins. fused: of the type of
+            # products; plain: a log-softmax in fp32 at least, and two gradients like it.
+            log, fused = max(4, self.size), self.machine.loss == "fused"
+            waiting = self.size if fused or self.size == log else log + self.size
+            most = 2 * self.size if fused else 3 * log
             if halves:  # what waits for W is the gradient of the logits alone
                 held += self.logits * self.size
-                waiting, more = 0, waiting + more
+                waiting = 0
             held += self.logits * waiting
             # A block is computed again when the logits are gone.
-            working = max(working - waiting * self.logits, more * self.logits)
+            working = max(working - waiting * self.logits, (most - waiting) * self.logits)
         if tables or last:  # the gradient of the embedding, or of the head, twice
             twice = 2 * self.size * self.model.table / self.layout.tp
             if last and self.on_cores and self.size * self.logits >= KEPT:
                 # By then the system has the log-softmax back, and only logits are there.
-                twice += (2 * self.size - waiting) * self.logits
-                working = max(working, twice)
+                working = max(working, twice + (2 * self.size - waiting) * self.logits)
             else:
                 working += twice
         working += self._exchanged(number, tables)
