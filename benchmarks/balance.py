@@ -1,10 +1,11 @@
 """How experts are kept equally busy: by a loss, or by biases; and what it costs.
 
-    python -m benchmarks.balance --seeds 3 --steps 250
+    python -m benchmarks.balance --seeds 0 1 2 --steps 120
 
 Trains a small GPT-2 with eight experts on the built-in pairs, a run per way and seed, and counts on
 the validation data, at target tokens, how often the busiest expert of a layer was chosen, beside
-the mean of all: 1 is even, 4 is the most for two of eight. A row per run, as soon as it is done.
+the mean of all: 1 is even, 4 is the most for two of eight. A row per run, as soon as it is done;
+each step has pairs of its own, so a run is an epoch.
 
 `python -m benchmarks` does not run it: it has no times, and trains eighteen models.
 """
@@ -38,8 +39,8 @@ WAYS = {
 }
 MODEL = (
     "single --device cpu --model gpt2-mini --n_layer 2 --n_embd 128 --n_head 4 --experts 8 "
-    "--batch_size 32 --learning_rate 2e-3 --dropout 0.1 --keep 0 --n_train 2000 --n_test 20 "
-    "--n_validation 200 --lr_scheduler cosine --timeline 0"
+    "--batch_size 32 --learning_rate 4e-3 --lr_scheduler cosine --warmup_steps 20 --n_test 20 "
+    "--max_grad_norm 1 --dropout 0.1 --n_validation 200 --keep 0 --timeline 0"
 )
 
 
@@ -83,15 +84,15 @@ def trained(options: str) -> tuple[float, float, float]:
 def main() -> None:
     """Prints a row per way and seed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=120)
     given = parser.parse_args()
     quiet_libraries()
     print(f"{'':22} seed    loss  busiest    BLEU")
     for way, options in WAYS.items():
-        for seed in range(given.seeds):
-            command = f"{MODEL} {options} --num_batches {given.steps} --seed {seed}"
-            loss, busy, bleu = trained(command)
+        for seed in given.seeds:
+            size = f"--n_train {32 * given.steps} --num_batches {given.steps}"
+            loss, busy, bleu = trained(f"{MODEL} {options} {size} --seed {seed}")
             print(f"{way:22} {seed:4}  {loss:6.3f}   {busy:6.3f}  {bleu:6.2f}", flush=True)
 
 
