@@ -147,10 +147,12 @@ def describe(*runs: Run) -> str:
 
 def run_of(word: str, root: Path) -> Run:
     """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
-    with the most. Raises UserError if there is none, with the command that makes it."""
+    with the most; ddp2 is that folder in `root`. Raises UserError if there is none, with the
+    command that makes it."""
     strategy, _, ranks = word.partition("=")
     if strategy not in STRATEGIES:
-        return Run(Path(word))
+        folder = root / word
+        return Run(folder if folder.is_dir() else Path(word))
     made = {}
     for path in root.glob(f"{strategy}*/{SUMMARY}"):  # ddp2, or 3d2x1x2-cp2: ranks on each axis
         lengths = path.parent.name.removeprefix(strategy)

@@ -292,7 +292,7 @@ def test_a_picture_goes_beside_the_first_run_or_where_it_is_told(drawn: dict[str
         ("timeline pipeline=2", "workdir/pipeline2/timeline_pipeline2.png"),
         (f"timeline {own} --step 2", "lr=0.1/timeline_lr=0.1.png"),
         ("memory ddp pipeline", "workdir/ddp4/memory.png"),  # ddp: the most processes
-        ("throughput ddp=2,ddp", "workdir/ddp2/throughput.png"),
+        ("throughput ddp2,ddp", "workdir/ddp2/throughput.png"),
         (f"split_time {own} single", "lr=0.1/split_time.png"),
         ("schedule --schedule zb", "workdir/schedule_zb.png"),
         ("memory single -o here", "here/memory.png"),
