@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from data_parallel import buckets
 from project.train import parse_train, train_rank
 from runtime import communicator
+from runtime.randomness import OfThread
 from tests.device.seen import Seen, watch
 from tests.device.session import ranks
 from tests.equivalence.problems import Sentences
@@ -175,6 +176,8 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     torch.manual_seed(1)
     before = torch.cuda.get_rng_state("cuda:1")
     assert mask(keys[0], "drop").equal(masks[0])
+    with OfThread(x.device, 0).in_backward():  # other draws raise there
+        assert mask(keys[0], "drop").equal(masks[0])
     assert torch.cuda.get_rng_state("cuda:1").equal(before)  # its own draws go on as they were
     q = torch.zeros(8, 2, 16, 32, device="cuda:1")
     draws = [attention(q, q, x[:, None], None, 0.25, key, 3).cpu() for key in (5, 6, 5)]

@@ -105,7 +105,10 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
     columns.weight = nn.Parameter(columns.weight.detach().t().contiguous().t())
     images: Any = nn.Conv2d(3, 3, 2).double()
     images.to(memory_format=torch.channels_last)
-    for layer, x in ((columns, torch.ones(4, 3)), (images, torch.ones(4, 3, 5, 5))):
+    added = Call(lambda x: x + added.weight)
+    added.weight = nn.Parameter(torch.ones(3, 4).double().t())
+    rows, pictures = torch.ones(4, 3), torch.ones(4, 3, 5, 5)
+    for layer, x in ((columns, rows), (images, pictures), (added, rows)):
         stage = Stage(0, nn.Sequential(layer), CPU)
         with WeightsMayWait([layer]):
             for i in (0, 1):
