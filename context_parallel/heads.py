@@ -46,7 +46,7 @@ class Heads:
     ) -> Tensor:  # fmt: skip
         """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v. H is a
         multiple of the number of ranks."""
-        refuse_attention(q, k, v, mask)
+        refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
         heads, size = q.size(HEADS), self.ranks.size
         if rest := heads % size:
             fits = heads - rest + size

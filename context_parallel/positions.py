@@ -38,8 +38,10 @@ def zigzag(rank: int, size: int, length: int, device: torch.device | None = None
     return torch.cat([first, first + (2 * size - 1 - 2 * rank) * half])
 
 
-def refuse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """ValueError for what attention over several ranks does not compute."""
+def refuse_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, starts: Tensor | None, size: int
+) -> None:
+    """ValueError for what attention over `size` ranks does not compute."""
     if mask is not None:
         raise ValueError("attention over several ranks is causal, and takes no mask: give None")
     if q.dim() != 4:
@@ -48,6 +50,13 @@ def refuse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> No
         raise ValueError(
             f"{q.size(-2)} positions on a rank: it needs an even number, half of them from each "
             f"end of the sequence; {max(2, q.size(-2) + 1)} work"
+        )
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}: dropout keeps some weights; 0 or more and less than 1 works")
+    if starts is not None and starts.size(-1) != size * q.size(-2):
+        raise ValueError(
+            f"starts has {starts.size(-1)} positions: of {size} ranks with {q.size(-2)} it has "
+            f"those of the whole sequence, {size * q.size(-2)}"
         )
     if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
         kinds = (f"{list(t.shape)} of {t.dtype}".replace("torch.", "") for t in (q, k, v))

@@ -81,7 +81,7 @@ class Ring:
         """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v.
         `mask_keys`: the `keys` of dropout. `starts`: of all positions of the sequences."""
         ranks = self.ranks
-        refuse_attention(q, k, v, mask)
+        refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
         length = ranks.size * q.size(2)
         positions = [zigzag(r, ranks.size, length, q.device) for r in range(ranks.size)]
         blocks_of: BlocksOf = partial(_causal_blocks, ranks.rank, q.size(2))
