@@ -243,10 +243,9 @@ class Communicator:
 
     def keep(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
-        memory = self._memory_of(device)
-        return (
-            memory.keep(numel, dtype) if memory else torch.zeros(numel, dtype=dtype, device=device)
-        )
+        if memory := self._memory_of(device):
+            return memory.keep(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Lends memory for one or more elements, to be given to `start_reduce_scatter`."""

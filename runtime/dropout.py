@@ -144,12 +144,17 @@ def drawn(
     generator as it is. So does a stage on the CPU beside stages on GPUs: from its stage's."""
     if torch.compiler.is_compiling() or not isinstance(keys, int) or device.type == "cpu":
         return draw()
-    module = torch.get_device_module(device)
     # Past the stage's own seeds (randomness.py). The host seeds: no kernel runs, and nobody waits.
     with torch._C.DisableTorchFunction(), torch.random.fork_rng([device], device_type=device.type):
-        with torch.accelerator.device_index(device.index):
-            module.manual_seed(mixed(keys, where, first))
+        seed_gpu(device, mixed(keys, where, first))
         return draw()  # afterwards the generator is as before
+
+
+def seed_gpu(device: torch.device, seed: int) -> None:
+    """Seeds the generator of the device, if it is a GPU."""
+    if device.type != "cpu":
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).manual_seed(seed)
 
 
 def _numbers(at: Index, size: int, device: torch.device) -> Tensor:

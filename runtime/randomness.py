@@ -50,7 +50,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.dropout import mixed
+from runtime.dropout import mixed, seed_gpu
 
 # Tagged as drawing, but they draw nothing: the second is the CPU's attention, without dropout.
 _DRAW_NOTHING = ("_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu")
@@ -72,7 +72,7 @@ class OfProcess:
         """For a layer's forward."""
         seed = mixed(self._seed, layer, microbatch)
         torch.default_generator.manual_seed(seed)
-        _seed_gpu(self._device, seed)
+        seed_gpu(self._device, seed)
         return nullcontext()
 
     def in_backward(self) -> AbstractContextManager[object]:
@@ -94,7 +94,7 @@ class OfThread(TorchFunctionMode):
         """For a layer's forward."""
         seed = mixed(self._seed, layer, microbatch)
         self.generator = self._generator.manual_seed(seed)
-        _seed_gpu(self._device, seed)
+        seed_gpu(self._device, seed)
         return self
 
     def in_backward(self) -> OfThread:
@@ -186,12 +186,6 @@ def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
             seen.add(inner)
             names |= _names_in(inner, seen)
     return names
-
-
-def _seed_gpu(device: torch.device, seed: int) -> None:
-    if device.type != "cpu":
-        with torch.accelerator.device_index(device.index):
-            torch.get_device_module(device).manual_seed(seed)
 
 
 @contextmanager

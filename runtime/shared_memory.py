@@ -34,7 +34,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from math import prod
 
 import torch
@@ -58,6 +60,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(eq=False)
 class SharedMemory:
     """One stretch of memory per rank, each mapped by all ranks; and what says that it is written.
 
@@ -70,20 +73,18 @@ class SharedMemory:
         pool: lends memory for exchanges.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        files: dict[int, int],
-        inboxes: dict[int, int],
-        outboxes: dict[int, int],
-    ) -> None:
-        each = os.fstat(files[rank]).st_size // len(files)
-        self.maps = [mmap.mmap(files[r], each) for r in range(len(files))]
+    group: dist.ProcessGroup | None
+    rank: int
+    files: dict[int, int]
+    inboxes: dict[int, int]
+    outboxes: dict[int, int]
+
+    def __post_init__(self) -> None:
+        each = os.fstat(self.files[self.rank]).st_size // len(self.files)
+        self.maps = [mmap.mmap(self.files[r], each) for r in range(len(self.files))]
         for one in self.maps:  # a core dump would read all of it, and so allocate every page
             one.madvise(mmap.MADV_DONTDUMP)
-        self.rank, self.group = rank, group
-        self._begin = self._view(rank, 0, 1, torch.uint8).data_ptr()  # an address
+        self._begin = self._view(self.rank, 0, 1, torch.uint8).data_ptr()  # an address
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
         self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
@@ -91,9 +92,7 @@ class SharedMemory:
         # then, and what they read in this call.
         self._announced: deque[tuple[bytes, list[Tensor], Tensor | None]] = deque()
         self._done: list[Tensor] = []  # memory that this rank has read in all ranks
-        self._files = files  # for `copy_from`
-        self._inboxes, self._outboxes = inboxes, outboxes
-        for file in (*files.values(), *inboxes.values(), *outboxes.values()):
+        for file in chain(*(ends.values() for ends in (self.files, self.inboxes, self.outboxes))):
             weakref.finalize(self, os.close, file)
 
     @classmethod
@@ -144,7 +143,7 @@ class SharedMemory:
         """
         self._turn += 1
         said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
-        for rank, outbox in self._outboxes.items():
+        for rank, outbox in self.outboxes.items():
             self._poll(rank, outbox, select.POLLOUT)
             with suppress(BrokenPipeError):  # it has ended: `wait` says so
                 os.write(outbox, said)
@@ -160,7 +159,7 @@ class SharedMemory:
             RuntimeError: the ranks make different calls, so their memory must not be used.
         """
         said, done, read = self._announced.popleft()
-        heard = {self._hear(r) for r in self._inboxes}  # of all, though one differs
+        heard = {self._hear(r) for r in self.inboxes}  # of all, though one differs
         require_agreement(heard <= {said})
         for memory in done:
             self.pool.give(memory)
@@ -177,8 +176,8 @@ class SharedMemory:
 
     def _hear(self, rank: int) -> bytes:
         """Waits for the next announcement of a rank."""
-        self._poll(rank, self._inboxes[rank], select.POLLIN)
-        heard = os.read(self._inboxes[rank], 8)
+        self._poll(rank, self.inboxes[rank], select.POLLIN)
+        heard = os.read(self.inboxes[rank], 8)
         if not heard:
             raise dist.DistError(f"rank {rank} of the group has ended")
         return heard
@@ -215,7 +214,7 @@ class SharedMemory:
         target = memoryview(into.view(torch.uint8).numpy().data)
         start, done = self._offset_of(x), 0
         while done < len(target):  # a read may stop early
-            done += os.preadv(self._files[rank], [target[done:]], start + done)
+            done += os.preadv(self.files[rank], [target[done:]], start + done)
 
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on: a storage of its own, since a

@@ -28,8 +28,9 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class Event(NamedTuple):
         return EVENT_KINDS[self.kind][1]
 
 
+@dataclass(eq=False)
 class Timeline:
     """The recorder of one rank: call it with (kind, stage or layer, micro-batch, start, end), in
     seconds of `time.perf_counter`, from any thread.
@@ -90,23 +92,18 @@ class Timeline:
     `recording` says whether an event would be kept now; callers need not time anything else.
     """
 
-    def __init__(
-        self,
-        world: World | None = None,
-        *,
-        num_steps: int | None = None,
-        workers: str = "rank",
-        about: Mapping[str, Any] | None = None,
-        offset: float = 0.0,
-    ) -> None:
-        self.world = world or World()
+    world: World = field(default_factory=World)
+    _: KW_ONLY
+    num_steps: int | None = None
+    workers: str = "rank"
+    about: dict[str, Any] = field(default_factory=dict)
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
         self.last = self.world.last
         self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext  # in a profile
         self.profiler: Any = None  # torch's
-        self.workers, self.about = workers, dict(about or {})
-        self.recording = num_steps is None
-        self.offset = offset
-        self._num_steps = num_steps
+        self.recording = self.num_steps is None
         self._step, self._begun = 0, 0  # which step this is; how many were recorded
         self._events: list[Event] = []
 
@@ -128,11 +125,11 @@ class Timeline:
     @property
     def complete(self) -> bool:
         """Whether the last step to record has at least begun."""
-        return self._begun == self._num_steps
+        return self._begun == self.num_steps
 
     def begin_step(self) -> None:
         """A step begins; they are numbered on over all epochs."""
-        self.recording = self._num_steps is None or self._begun < self._num_steps
+        self.recording = self.num_steps is None or self._begun < self.num_steps
         if self.recording:
             self._step, self._begun = self._begun, self._begun + 1
 

@@ -45,6 +45,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,28 +69,26 @@ class PeerError(dist.DistError):
     `DistError`, like torch's own errors of this kind: the cause is on another rank."""
 
 
+@dataclass(eq=False)
 class Link:
     """A link with the global rank `peer`. All messages have names of their own.
 
     Args:
-        heads: gloo's group.
+        heads: gloo's group; None once it has hung up.
         bodies: groups for the bodies that this rank sends, and receives, on `device`; none if
             they go through the CPU's memory.
     """
 
-    def __init__(
-        self,
-        heads: dist.ProcessGroup,
-        bodies: Sequence[dist.ProcessGroup],
-        peer: int,
-        device: torch.device,
-    ) -> None:
-        self._heads: dist.ProcessGroup | None = heads
-        self.bodies, self.peer, self._device = bodies, peer, device
+    heads: dist.ProcessGroup | None
+    bodies: Sequence[dist.ProcessGroup]
+    peer: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._size_out = self._size_in = _FIRST_SIZE  # bytes of the next first transfers
         self._posted: list[InFlight] = []  # receives: at most one
         self._early: dict[Any, Any] = {}  # arrived before they were asked for, by name
-        self._beside = torch.cuda.Stream(device) if bodies else None  # receives bodies
+        self._beside = torch.cuda.Stream(self.device) if self.bodies else None  # receives bodies
 
     def send(self, name: Any, value: Any) -> list[InFlight]:
         """Starts to send a value; the caller waits for the transfers later."""
@@ -101,13 +100,13 @@ class Link:
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         body = envelope[begin:]
         if self.bodies:
-            body = torch.empty(message.nbytes, dtype=torch.uint8, device=self._device)
+            body = torch.empty(message.nbytes, dtype=torch.uint8, device=self.device)
         message.write(body)  # before its transfer starts
         first, rest = envelope[: self._size_out], envelope[self._size_out : size]
         self._size_out = _next_size(size, self._size_out)
-        transfers = [(first, self._heads)]
+        transfers = [(first, self.heads)]
         if len(rest):
-            transfers.append((rest, self._heads))
+            transfers.append((rest, self.heads))
         if self.bodies and message.nbytes:
             transfers.append((body, self.bodies[0]))
         return [(attempt(dist.isend, x, self.peer, group), x) for x, group in transfers]
@@ -124,7 +123,7 @@ class Link:
         would else wait as long as its group allowed when that was made. NCCL is told nothing: its
         wait returns at once, and would not if it were given a time."""
         memory = transfers[0][1]
-        time_out = [time_out_of(self._heads)] if memory.device.type == "cpu" else []
+        time_out = [time_out_of(self.heads)] if memory.device.type == "cpu" else []
         attempt(transfers.pop(0)[0].wait, *time_out)
         return memory
 
@@ -132,7 +131,7 @@ class Link:
         """Hangs up. A gloo connection closes with its last reference, and a rank that waits at the
         other end gets an error."""
         self._posted.clear()
-        self._heads, self.bodies = None, ()
+        self.heads, self.bodies = None, ()
 
     def _next(self) -> Any:
         """Waits for the next message: its name and value."""
@@ -147,7 +146,7 @@ class Link:
         self._size_in = _next_size(size, self._size_in)
         with suppress(PeerError):  # the message that has just arrived may have been the last
             self._post(self._size_in)  # the next travels while this one is used
-        body = envelope[begin:size].to(self._device)  # on a CPU a view
+        body = envelope[begin:size].to(self.device)  # on a CPU a view
         if self.bodies and nbytes:
             body = self._receive_beside(nbytes)
         return Received(envelope[_START.size : begin].numpy().tobytes(), body).load()
@@ -159,17 +158,17 @@ class Link:
         is freed here, where that only means: launched. Now that one waits for what the compute
         stream has been given by then."""
         with torch.cuda.stream(self._beside):
-            body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             work = attempt(dist.irecv, body, self.peer, self.bodies[1])
         work.wait()
         if self._beside is not None:  # else bodies travel apart on a CPU
-            body.record_stream(torch.cuda.current_stream(self._device))
+            body.record_stream(torch.cuda.current_stream(self.device))
         return body
 
     def _post(self, size: int) -> None:
         """Posts a receive of `size` bytes."""
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._posted.append((attempt(dist.irecv, memory, self.peer, self._heads), memory))
+        self._posted.append((attempt(dist.irecv, memory, self.peer, self.heads), memory))
 
 
 def open_links(
