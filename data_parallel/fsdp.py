@@ -230,7 +230,7 @@ class FullyShardedDataParallel:
             raise RuntimeError("call forward() with gradients enabled before every backward()")
         if self._summed or self._over_replicas:  # it would add to the gradients of all replicas
             raise RuntimeError(
-                "the gradients are those of all replicas already: call optimizer_step() or "
+                "the gradients are already summed over all replicas: call optimizer_step() or "
                 "zero_grad() before the next backward()"
             )
         gradients = self._gradients_of_output(loss)  # by leaf of the output

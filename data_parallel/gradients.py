@@ -153,7 +153,7 @@ class DistributedDataParallel(nn.Module):
         others = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
         if others:  # the same on all ranks: all raise, or none
             raise ValueError(
-                f"ranks {others} have another module than rank 0: all must construct the same one"
+                f"ranks {others} have a module unlike rank 0's: all must construct the same one"
             )
 
 

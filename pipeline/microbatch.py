@@ -75,7 +75,7 @@ def cut_batch(
         if not isinstance(target, MicroBatches) or len(x) != len(target):
             raise ValueError(
                 f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
-                "it as MicroBatches too, as many"
+                "it as MicroBatches, too, equally many"
             )
         return [*x], [*target]
     batch = batch_size((x, target))  # x and target must agree
@@ -102,9 +102,9 @@ def join(values: Sequence[Any]) -> Any:
         return pytree.tree_unflatten(joined, spec)
     kinds = pytree.tree_map(lambda leaf: type(leaf).__name__, values[0])
     raise ValueError(
-        "the outputs of the micro-batches cannot be put together to one of the batch (the first: "
-        f"{kinds}): let the last layer return tensors with the batch as first dimension, in every "
-        "micro-batch as many, and give train_step a loss_fn that sums"
+        "the outputs of the micro-batches cannot be put together to that of the batch (the first: "
+        f"{kinds}): let the last layer return tensors with the batch as first dimension, equally "
+        "many in every micro-batch, and give train_step a loss_fn that sums"
     )
 
 

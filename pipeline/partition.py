@@ -88,7 +88,7 @@ def by_stage(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
         raise ValueError(
             f"sizes {list(sizes)} for {len(layers)} layers: one number per stage, each at least "
-            "1, their sum the layers"
+            "1, which add up to the layers"
         )
     return [layers[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
 

@@ -83,10 +83,9 @@ def search_order(n: int, m: int, times: RankTimes, memory: float, seed: int = 0)
     starts = {}  # by the ranks of the stages, the shortest
     for slower in sorted(seconds, key=seconds.__getitem__, reverse=True):
         starts[tuple(stage_ranks(fitting[slower]))] = in_halves(fitting[slower])
-    draws, shortest = random.Random(seed), fitting[name]
-    for start in starts.values():
-        found = _improved(start, times, memory, draws, lowest)
-        shortest = min(shortest, found, key=lambda lists: seconds_of(lists, times))
+    draws = random.Random(seed)
+    found = [_improved(start, times, memory, draws, lowest) for start in starts.values()]
+    shortest = min(fitting[name], *found, key=lambda lists: seconds_of(lists, times))
     return Found(shortest, seconds_of(shortest, times), name, seconds[name], lowest)
 
 

@@ -106,7 +106,7 @@ class Communicator:
         """For copies and pickle: refused with a TypeError, if there are other ranks."""
         if self.group is not None:
             raise TypeError(
-                "what meets other ranks cannot be copied or pickled, as its process group cannot: "
+                "what meets other ranks cannot be copied or pickled, since a process group cannot: "
                 "copy the model before it is wrapped or cut over ranks, or its state_dict()"
             )
         return vars(self)

@@ -119,9 +119,9 @@ def buffers_unchanged(layer: Any, name: str, runs_again: bool) -> Iterator[None]
         # Compare values: batch norm's kernel does not count its writes in _version.
         if key not in before or not torch.equal(before[key].nan_to_num(), b.nan_to_num()):
             raise ValueError(
-                f"{name} changes its buffer {key} in forward, as batch norm does its running "
+                f"{name} changes its buffer {key} in forward, as batch norm changes its "
                 "averages; computed again for its backward, it would do so twice. Take a layer "
-                "without such state, as group norm, or --recompute never"
+                "without such state, e.g. group norm, or --recompute never"
             )
 
 

@@ -139,7 +139,7 @@ class _Kernels(TorchDispatchMode):
         if self._generator is None:
             raise RuntimeError(
                 "a random number is drawn in a stage's backward. If this is activation "
-                "checkpointing: the forward that it repeats would get other dropout masks, and the "
+                "checkpointing: the forward that it repeats would draw new dropout masks, and the "
                 "gradients would be wrong. Set dropout to 0, or do not checkpoint inside a Pipe: "
                 "recompute='always' does so for it"
             )

@@ -134,5 +134,5 @@ def test_a_module_that_lies_otherwise_on_another_rank_is_refused(rank: int, _: i
     layer = nn.Linear(2, 3)
     if rank == 1:
         layer.weight = nn.Parameter(torch.randn(2, 3).t())
-    with pytest.raises(ValueError, match="another module than rank 0"):
+    with pytest.raises(ValueError, match="a module unlike rank 0's"):
         DistributedDataParallel(layer)

@@ -61,8 +61,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Any, PreTrainedTokenizerFast
         raise UserError(f"{checkpoint.folder}: it is of a model of pictures, and not of text")
     if checkpoint.state["options"].get("experts"):
         raise UserError(
-            f"{checkpoint.folder}: it is of a model with experts, and transformers has no GPT-2 "
-            "with experts; train.py writes what the model generates after every epoch"
+            f"{checkpoint.folder}: its model has experts, and transformers has no GPT-2 with "
+            "experts; train.py writes what the model generates after every epoch"
         )
     config, weights = json.loads(checkpoint.read("config.json")), weights_of(checkpoint)
     model: Any = GPT2LMHeadModel.from_pretrained(

@@ -55,7 +55,7 @@ def _opened(path: Path) -> int:
     except OSError as error:
         raise UserError(
             f"--workdir {path}: it is no folder to write into ({error.strerror}); name one of "
-            "your own, as --workdir workdir"
+            "your own, e.g. --workdir workdir"
         ) from error
 
 

@@ -116,7 +116,7 @@ class _AnyInput(nn.Module):
             output = self.module(*value) if isinstance(value, tuple) else self.module(value)
         for name, buffer in before:
             if self.module.get_buffer(name) is not buffer:
-                raise ValueError(f"it sets the buffer {name} anew: write to it, as with copy_()")
+                raise ValueError(f"it replaces the buffer {name}: write to it, e.g. with copy_()")
         return output
 
 

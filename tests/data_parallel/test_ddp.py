@@ -43,7 +43,7 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) 
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(rank == 0)
     for net in nn.Linear(2, 3 + rank), longer, frozen:
-        with pytest.raises(ValueError, match=r"^ranks \[1\] have another module than rank 0"):
+        with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
             DistributedDataParallel(net)
 
 

@@ -101,6 +101,8 @@ def test_replicas_of_shards_spare_a_slow_network() -> None:
     assert {x.shards for x in layouts(model, 16, 64, 8, zero=3, shards=16)} == {16}
     whole = Layout(16, 16, micro_batch=1, batch_size=16, zero=1)
     assert replace(whole, shards=4).sharing == 4 and whole.sharing == 16
+    copies = PricedStep(model, replace(whole, shards=4), A100).of_shards
+    assert (copies.size, copies.inside) == (4, 2)  # 4 copies, two on each of two nodes
     for wrong, said in (
         ({"shards": 3}, "--shards 3 --dp 16"),
         ({"zero": 0}, "--shards 4: without"),

@@ -126,7 +126,7 @@ train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => cannot cut expert
 train ddp --model gpt2-mini --experts 4 --compile => and each is compiled anew; leave it out
 # languages
 dp --src fr => it has test.en, and no test.fr, in which line i translates its
-dp --tgt de => two languages are needed, as --src de --tgt en
+dp --tgt de => two languages are needed: --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works

@@ -85,7 +85,7 @@ def find_source(dataset: str, src: str, tgt: str, world: World) -> Source:
     """What --dataset names, before its text is read. All ranks call it together. Raises
     UserError."""
     if src == tgt:
-        raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
+        raise UserError(f"--src {src} --tgt {tgt}: two languages are needed: --src de --tgt en")
     path = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     with refused_if_unreadable(dataset):
         if not path.exists():
@@ -159,7 +159,7 @@ def split_of(*names: str) -> str:
             case [_, _, *_] as several:
                 raise UserError(
                     f"--dataset: {name} may be {listed(several, 'or')}, by the words in its name; "
-                    f"with one of them, as {several[0]}-1{Path(name).suffix}, it works"
+                    f"with one of them, e.g. {several[0]}-1{Path(name).suffix}, it works"
                 )
     return "train"
 

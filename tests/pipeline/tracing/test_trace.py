@@ -258,7 +258,7 @@ class Counts(nn.Module):
 
 LOST = r"the backward of a torch.autograd.Function, or a hook on a tensor, would be lost"
 UNTRACED: list[tuple[Callable[[], nn.Module], list[str], str]] = [
-    (Counts, [], "it sets the buffer calls anew: write to it"),
+    (Counts, [], "it replaces the buffer calls: write to it"),
     (Short, ["c"], "at=c: forward calls no such submodule, but a, b"),
     (lambda: nn.Sequential(Call(Reverse.apply)), [], LOST),
     (lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), [], LOST),
