@@ -65,12 +65,13 @@ def outcome(workdir: Path) -> tuple[Any, ...]:
     return summary(workdir)["loss"], results, bits
 
 
-def positions(workdir: Path) -> dict[str, float]:
-    """The positions of each epoch, of all ranks together."""
+def counts(workdir: Path) -> dict[str, float]:
+    """The positions and the tokens of each epoch, of all ranks together."""
     of_epochs: dict[str, float] = defaultdict(float)
     for path in workdir.glob("*results_epoch?.json"):
         one = read_json(path)
-        of_epochs[path.stem[-6:]] += one["tokens_per_sec"] * one["training_time"]
+        for kind in ("tokens_per_sec", "real_tokens_per_sec"):
+            of_epochs[f"{path.stem[-6:]} {kind}"] += one[kind] * one["training_time"]
     return of_epochs
 
 
@@ -92,7 +93,7 @@ def test_with_the_same_layout_bit_for_bit(
     assert f": {stop_at // 2 * 2} steps done." in printed
     assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == steps
     assert outcome(parts) == outcome(whole)
-    assert positions(parts) == pytest.approx(positions(whole))
+    assert counts(parts) == pytest.approx(counts(whole))
 
 
 def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: Learn) -> None:

@@ -83,7 +83,7 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     for value in range(1, 5):
         assert save(folder, value, keep=3) == f"00000{value}-step{value}"
     # No checkpoints; of which the first was to become one.
-    others = [".000009-step9.part", ".mine.part", "000009", "1-short", "latest"]
+    others = [".000009-step9.part", ".mine.part", "000001-step1-copy", "000009", "latest"]
     for name in others:
         (folder / name).mkdir()
     found, refused = newest(folder)
