@@ -20,6 +20,7 @@ from data_parallel.zero1 import ShardedOptimizer
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
+from pipeline.step import hand_over
 from runtime.communicator import Communicator
 from tests.pipeline.pipeline_models import square_error
 from tests.ranks import sharing
@@ -136,3 +137,9 @@ def test_a_module_that_lies_otherwise_on_another_rank_is_refused(rank: int, _: i
         layer.weight = nn.Parameter(torch.randn(2, 3).t())
     with pytest.raises(ValueError, match="a module unlike rank 0's"):
         DistributedDataParallel(layer)
+
+
+def test_what_a_message_brings_is_handed_over_with_its_parameter_s_strides() -> None:
+    p = nn.Parameter(torch.zeros(3, 4).t())
+    hand_over({p: torch.ones(4, 3)})
+    assert p.grad is not None and p.grad.stride() == p.stride() and p.grad.eq(1).all()
