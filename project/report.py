@@ -49,7 +49,7 @@ from project.command_line import Parser
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import draw_curves, read_json
 from project.figures.gantt import draw_step
-from project.figures.pages import PAGE, fill_template, stepper
+from project.figures.pages import GRID, PAGE, fill_template, stepper
 from project.figures.runs import Run, actions_of, duration
 from project.plan import machine_named
 from project.plot import WORKDIR
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     if args.explore:
-        text = fill_template(PAGE / "explore.html", **stepper())
+        text = fill_template(PAGE / "explore.html", **stepper([], GRID["ranks"]))
         output = args.output or WORKDIR / "explore.html"
     else:
         text = render(reported(args.runs, machine), args.template)

@@ -37,12 +37,14 @@ WAITING = ("test_faults.py", "test_notice.py", "test_failures.py")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first: workers take a file at a time, and would wait for the last."""
+    """The longest files come first: workers take a file at a time, and would wait for the last.
+    Tests of whole runs take longer than others."""
     numbers = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+    def place(item: pytest.Item) -> tuple[bool, bool, bool, int, Path]:
         on_device = "device" in str(item.path.relative_to(item.config.rootpath))
-        return item.path.name not in WAITING, not on_device, -numbers[item.path], item.path
+        short = item.path.parent.name not in ("equivalence", "project")
+        return item.path.name not in WAITING, not on_device, short, -numbers[item.path], item.path
 
     items.sort(key=place)
 

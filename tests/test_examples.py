@@ -19,8 +19,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import modal_run
-import modal_run_pipeline
 from examples import lora
 from examples import pipeline_of_any_model as any_model
 from project import plot
@@ -45,6 +43,9 @@ def test_modal_trains_and_hands_back_what_is_to_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs in the container, run here: it needs no account."""
+    import modal_run  # here: it takes a second to import
+    import modal_run_pipeline
+
     monkeypatch.setattr("modal_run.subprocess.run", _here)
     files = modal_run.train.local(1, 1, TINY, str(tmp_path))
     assert files.keys() == {"summary.json", "metrics.jsonl"}  # programs.py leaves out the picture

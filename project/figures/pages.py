@@ -61,10 +61,10 @@ def letters(schedule: Schedule) -> str:
     return " ".join(words)
 
 
-def stepper(runs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """What page/apart.html needs: the schedules' lists, of the sizes of GRID, or of the ranks of
+def stepper(runs: Sequence[Mapping[str, Any]], ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """What page/apart.html needs: the schedules' lists, for these numbers of ranks and those of
     these runs; and the scripts."""
-    ranks = sorted({run["ranks"] for run in runs}) or GRID["ranks"]
+    ranks = sorted({*ranks, *(run["ranks"] for run in runs)})
     sizes = sorted({*GRID["microbatches"], *(run["m"] for run in runs)})
     chunks = range(2, 1 + max([*GRID["chunks"], *(run["chunks"] for run in runs)]))
     lists = {

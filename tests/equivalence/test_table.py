@@ -74,13 +74,13 @@ SHORT = """
     mesh2-1x1x2-recompute_always mesh4-2x2x1-zbv-zero1 mesh4-2x2x1-zero1 single-experts-top1
     ddp2-bias-flat single-bias single-z mesh2-ep2 mesh2-ep2-zero1-bias
     mesh2-ep2-zero3-recompute_always mesh4-dp4-ep2-zero3
-    mesh4-dp4-ep4-none_left mesh4-ep2-pp2-zb-zero1-resumed mesh4-ep2-pp2-zbv mesh4-dp4-ep2
-    context2-ring context2-heads-no_target context2-ring-zero2 context3-ring-one_each context4-ring
+    mesh4-dp4-ep4-none_left mesh4-ep2-pp2-zb-zero1 mesh4-ep2-pp2-zbv mesh4-dp4-ep2
+    context2-ring context2-heads-no_target context2-ring-zero2 context3-ring-one_each
     context3-heads-zero3 mesh4-1x2x1-cp2-zb mesh4-2x1x1-cp2-none_left mesh4-1x1x2-cp2-sequence
     context2-experts context2-experts-bias mesh4-ep2-cp2-zero3-bias hybrid4-shards2-zero3
     hybrid4-shards2-zero2
     hybrid4-shards2-zero1-gloo hybrid4-shards2-zero3-none_left hybrid4-shards2-zero3-ep2
-    single-documents module2-documents mesh4-2x2x1-zero1-documents context2-heads-documents
+    single-documents module2-documents pipeline2-zb-documents context2-heads-documents
     mesh4-1x1x2-cp2-sequence-documents context2-ring-documents-resumed
     context2-experts-documents mesh2-ep2-bias-muon
     single-experts-muon ddp2-muon threads2-zb-muon fsdp2-zero3-muon-resumed fsdp3-zero3-gloo-muon

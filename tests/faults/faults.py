@@ -29,7 +29,7 @@ from tests.project.programs import weights
 from training.files import METRICS
 from training.results import read_metrics
 
-START = 120.0  # seconds that a run may take to the step of its next fault
+START = 240.0  # seconds that a run may take to the step of its next fault
 TIMEOUT = 20.0  # --timeout
 LIMIT = 240.0  # seconds that a run may take after its last fault
 STEPS, SAVE_EVERY, STRUCK = 12, 2, 5  # a checkpoint every other step; faults strike after the fifth

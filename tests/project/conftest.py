@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -57,13 +59,15 @@ WorldOf = Callable[[int], Ranks | None]  # tests/conftest.py
 @pytest.fixture(scope="session")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
     """By one process, the whole batch at once: pairs, with or without dropout, with experts, or
-    plain text."""
-    folder = tmp_path_factory.mktemp("learned")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    plain text. Workers share it: who asks first, trains."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "learned"
+    folder.mkdir(exist_ok=True)
+    text = folder / "text.txt"
     lines = {
         "pairs": PAIRS + "--dropout 0",
         "dropout": PAIRS + "--dropout 0.1 --model_max_length 23",  # ranks do not divide it
-        "text": f"--dataset {folder}/text.txt {PLAIN} --dropout 0",
+        "text": f"--dataset {text} {PLAIN} --dropout 0",
         "experts": PAIRS + "--dropout 0.1 --experts 6 --shared_experts 1 --balance_by bias ",
     }  # fmt: skip
 
@@ -71,8 +75,13 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
     def learn(what: str) -> Learned:
         workdir = folder / what
         where = f"--num_microbatches 1 --workdir {workdir}"
-        printed, error = run(f"train single {lines[what]} {where}")
-        assert error is None, printed
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not text.exists():
+                text.write_text(TEXT, encoding="utf-8")
+            if not (workdir / "summary.json").exists():
+                printed, error = run(f"train single {lines[what]} {where}")
+                assert error is None, printed
         return Learned(lines[what], workdir)
 
     return learn

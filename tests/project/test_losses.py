@@ -35,10 +35,8 @@ LAYOUTS = [
     ("text", 2, "train tensor --sequence_parallel"),
     ("dropout", 3, "train fsdp"),  # of the last batch the third rank has no part
     ("dropout", 4, "train 3d --pp 2 --tp 2 --sequence_parallel"),
-    ("text", 2, "train context --attention heads"),
     ("dropout", 4, "train 3d --cp 2 --pp 2"),  # each pipeline translates a half
     ("experts", 2, "train ddp --ep 2"),  # of three sentences, one rank translates two
-    ("experts", 4, "train 3d --dp 2 --ep 2 --pp 2"),
 ]  # fmt: skip
 
 

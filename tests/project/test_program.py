@@ -140,7 +140,7 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_leaves_nothing_of_it(tmp_path: Pa
     assert [row for row in rows if "left" in row or "|" in row] == []
 
 
-@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nowhere", ""])
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nowhere"])
 def test_figures_are_drawn_whatever_backend_the_environment_names(
     backend: str, tmp_path: Path
 ) -> None:

@@ -155,7 +155,7 @@ def test_any_program_resumes_what_any_other_has_saved(
 def test_experts_lie_elsewhere_after_a_resume(learned: Learn, ranks: Ranks) -> None:
     """Shared by two ranks, sharded, and on one: they are one process."""
     one = learned("experts")
-    layouts = ("train ddp --ep 2", "train fsdp --ep 2", "train ddp", "train single")
+    layouts = ("train ddp --ep 2", "train fsdp --ep 2", "train single")
     for stop_at, line in enumerate(layouts, 1):
         on, last = (None, None) if stop_at == len(layouts) else (ranks, stop_at)
         printed, error = run(f"{line} {one.line} --save_every 1 --resume", on, stop_at=last)

@@ -26,7 +26,7 @@ from training.resume import Saving
 from training.tasks import sequences
 from training.tasks.sequences import SequenceTask
 
-SECONDS = 100.0  # that others may take to where they are waited for: longer than any machine needs
+SECONDS = 240.0  # that others may take to where they are waited for: longer than any machine needs
 
 
 def test_the_columns_of_the_table() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
 
 from training.launch.errors import UserError
 from training.tasks.pictures import CLASSES, draw, load_pictures, to_inputs
@@ -66,6 +65,8 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import ClassLabel, Dataset, Features, Image  # here: it takes seconds to import
+
     image = pytest.importorskip("PIL.Image")
     grey = image.new("L", (64, 64), 77)
     colour = image.fromarray(np.full((32, 32, 3), (1, 2, 3), np.uint8))

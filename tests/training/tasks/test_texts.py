@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from datasets import Dataset
 
 from tests.ranks import Ranks
 from training.launch.errors import RunError, UserError
@@ -150,9 +149,16 @@ def test_a_line_ends_at_a_newline_alone(tmp_path: Path, inside: str) -> None:
         assert rows_of(path) == [row]
 
 
+def as_dataset(rows: list[Any]) -> Any:
+    """A data set of the library, which takes seconds to import: not in every worker."""
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
 def to_parquet(rows: Rows) -> bytes:
     found = io.BytesIO()
-    Dataset.from_list([{"translation": row} for row in pairs(rows)]).to_parquet(found)
+    as_dataset([{"translation": row} for row in pairs(rows)]).to_parquet(found)
     return found.getvalue()
 
 
@@ -355,7 +361,7 @@ def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
     assert documents(task.texts) == {"train": ["one", "two"]}
     assert task.notes[0] == "train: skipped 1 row without text."
     rows = {"train": [{"text": "one"}, {"text": f"a{END}b"}], "validation": [{"text": "three"}]}
-    hub({split: Dataset.from_list(some) for split, some in rows.items()})
+    hub({split: as_dataset(some) for split, some in rows.items()})
     texts = texts_of("some/texts")
     assert [*texts.pieces("train")] == ["one", None, f"a{END}b", None]
     assert [*texts.pieces("validation")] == ["three", None]
@@ -628,7 +634,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mock]:
 def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
     nested = [{"translation": pair} for pair in pairs(numbered(0, 9))]
     found = in_splits([], numbered(10, 13), numbered(20, 22)) | {"train": nested, "other": []}
-    hub({split: Dataset.from_list(some) for split, some in found.items()})
+    hub({split: as_dataset(some) for split, some in found.items()})
     splits = in_memory(load("somebody/iwslt", train=4))
     assert splits == in_splits(numbered(0, 4), numbered(10, 13), numbered(20, 22))
 
