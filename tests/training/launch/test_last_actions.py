@@ -15,7 +15,7 @@ from tests.chaos.run import until
 from tests.project.programs import ROOT, TINY, run
 from tests.ranks import Ranks
 from tests.warm import run_warm
-from training import loop, optimization
+from training import loop
 from training.checkpoint import Saver
 from training.launch import compare_ranks
 from training.launch.last_actions import LastAction, in_file, table, verdict
@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_is_named_wherever_it_is() -> None:
 # Where the second of three ranks is slow, and the others are not: a step, its last all-reduce, a
 # checkpoint, the comparison of replicas, an evaluation, its score, and the end of an epoch.
 SLOW = [
-    (GlobalOptimizer, "zero_grad"), (optimization, "norms_of"), (Saving, "save"),
+    (GlobalOptimizer, "zero_grad"), (GlobalOptimizer, "_norms"), (Saving, "save"),
     (FileSystemWriter, "write_data"),
     (compare_ranks, "_bytes"),
     (loop, "evaluate_loss"), (SequenceTask, "measure"), (sequences, "continue_all"),
