@@ -303,7 +303,7 @@ def test_replicas_begin_alike_and_add_up_gradients_once(rank: int, _: int, share
         }
         assert_close(found, one_process(steps=1)[1][0])
     fsdp.forward(x)
-    with pytest.raises(RuntimeError, match=r"^the gradients are those of all replicas"):
+    with pytest.raises(RuntimeError, match=r"^the gradients are already summed over all replicas"):
         fsdp.backward(None)
     fsdp.optimizer_step()
     assert_close(whole(fsdp, "parameters"), one_process(steps=1)[2])
