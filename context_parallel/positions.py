@@ -55,8 +55,8 @@ def refuse_attention(
         raise ValueError(f"p is {p}: dropout keeps some weights; 0 or more and less than 1 works")
     if starts is not None and starts.size(-1) > size * q.size(-2):  # fewer: the rest pads
         raise ValueError(
-            f"starts has {starts.size(-1)} positions, and {size} ranks with {q.size(-2)} each have "
-            f"{size * q.size(-2)}: give those of the whole sequence"
+            f"starts has {starts.size(-1)} positions, and the whole sequence {size * q.size(-2)}: "
+            "give one number for each of these"
         )
     if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
         kinds = (f"{list(t.shape)} of {t.dtype}".replace("torch.", "") for t in (q, k, v))

@@ -75,7 +75,7 @@ def cut_batch(
         if not isinstance(target, MicroBatches) or len(x) != len(target):
             raise ValueError(
                 f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
-                "it as MicroBatches, too, equally many"
+                "it as MicroBatches, too, one for each of the input's"
             )
         return [*x], [*target]
     batch = batch_size((x, target))  # x and target must agree
@@ -103,8 +103,8 @@ def join(values: Sequence[Any]) -> Any:
     kinds = pytree.tree_map(lambda leaf: type(leaf).__name__, values[0])
     raise ValueError(
         "the outputs of the micro-batches cannot be put together to that of the batch (the first: "
-        f"{kinds}): let the last layer return tensors with the batch as first dimension, equally "
-        "many in every micro-batch, and give train_step a loss_fn that sums"
+        f"{kinds}): let the last layer return tensors with the batch as first dimension, the "
+        "same number in every micro-batch, and give train_step a loss_fn that sums"
     )
 
 

@@ -252,6 +252,7 @@ class PricedStep:
         read = (layout.sharing - 1) / layout.sharing
         if layout.zero > 1:
             return 2 * (1 + read) * each * tables * self.model.table / layout.tp
+        # Plain data parallelism adds up its gradients in the buckets themselves.
         plain = layout.gpus == layout.dp and not layout.zero and layout.ep == 1
         return (read if plain else 1 + read) * each * number
 

@@ -221,8 +221,8 @@ class Communicator:
         return self.start_all_to_all(x, lengths)()
 
     def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Returns the numbers of all ranks, by rank; each has equally many. Waits for a GPU only if
-        the group has no CPUs."""
+        """The numbers of all ranks, by rank. Each rank gives the same number of them. Waits for a
+        GPU only if the group has no CPUs."""
         if self.group is not None:
             device = control_device(self.group, device)
         x = torch.tensor([numbers], device=device)

@@ -140,7 +140,9 @@ def device(_devices: list[Device]) -> Device:
     has ended it."""
     if _devices[0].broken:
         _devices[0].close()
-        _devices[0] = type(_devices[0])()
+        from tests.device.session import Device
+
+        _devices[0] = Device()
     return _devices[0]
 
 

@@ -198,8 +198,8 @@ def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:
 @contextmanager
 def started(world: World, args: Options) -> Iterator[None]:
     """Within it, before anything is saved, --resume knows the options, unless an earlier run is in
-    the workdir, which then is the one to resume. A mistake leaves nothing behind, and what was
-    there: of a run that ended before its first checkpoint, the options are all there is."""
+    the workdir, which then is the one to resume. A mistake leaves nothing behind, and puts back the
+    options that were there: they are all that is left of a run without a checkpoint."""
     begins = world.is_main and not holds_run(args.workdir)
     path = args.workdir / OPTIONS
     earlier = path.read_bytes() if begins and path.exists() else None
@@ -209,7 +209,10 @@ def started(world: World, args: Options) -> Iterator[None]:
         yield
     except (UserError, RunError) as error:
         if begins and not isinstance(error, Ended):
-            path.write_bytes(earlier) if earlier else path.unlink()
+            if earlier is None:
+                path.unlink()
+            else:
+                path.write_bytes(earlier)
         raise
 
 

@@ -21,10 +21,10 @@ that arrives before it is asked for is kept.
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
 and pair of ranks in order, on one stream beside the compute stream. A body's receive is launched
-when its head is read. The host runs ahead of its GPU, so it is there while the GPU still computes
-the actions before; but NCCL lets a receive begin only after all that was launched on the stream
-that is current then. On the compute stream it would lie bare, between two actions. So it is
-launched on a stream on which nothing else is, and only what is launched next waits for it:
+when its head is read. The host runs ahead of its GPU, so that is while the GPU still computes
+earlier actions. But NCCL begins a receive only after all that was launched before on the current
+stream: on the compute stream it would begin between two actions, and the second would wait for it.
+So it is launched on a stream of its own, and only what is launched next waits for it:
 
     host               F2 launched | head of 3 | receive 3, F3 launched
     compute stream     F1 ............ F2 ................ F3 ........    F3 waits for 3 alone
@@ -152,16 +152,16 @@ class Link:
         return Received(envelope[_START.size : begin].numpy().tobytes(), body).load()
 
     def _receive_beside(self, nbytes: int) -> Tensor:
-        """A body from GPU to GPU. What is launched from now on waits for it, and the host does not.
+        """A body from GPU to GPU. What is launched from now on waits for it; the host does not.
 
-        Its memory belongs to the stream beside, on which the next body could take it as soon as it
-        is freed here, where that only means: launched. Now that one waits for what the compute
-        stream has been given by then."""
+        Its memory belongs to the stream beside. When Python frees it, the GPU may not have computed
+        with it yet, and the next body would be written there: `record_stream` keeps the memory
+        until the compute stream is done with it."""
         with torch.cuda.stream(self._beside):
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             work = attempt(dist.irecv, body, self.peer, self.bodies[1])
         work.wait()
-        if self._beside is not None:  # else bodies travel apart on a CPU
+        if self._beside is not None:  # else a test sends bodies between CPUs
             body.record_stream(torch.cuda.current_stream(self.device))
         return body
 

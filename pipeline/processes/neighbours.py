@@ -33,7 +33,7 @@ class PeerChannel(Channel):
 
     Attributes:
         sends: the transfers of each message that may be under way.
-        most: messages whose memory is kept; `put` ends when the message `most` before has left.
+        most: messages that may be under way, in memory that is kept, when `put` returns.
     """
 
     def __init__(self, link: Link, acting: Acting, what: str, ends: tuple[int, int]) -> None:

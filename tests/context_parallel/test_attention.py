@@ -251,7 +251,7 @@ def test_what_is_not_computed_is_refused(way: Any) -> None:
     for p in (-0.1, 1.0, 1.5):  # masks would drop nothing, all, or more
         with pytest.raises(ValueError, match=f"p is {p}: .* 0 or more and less than 1 works"):
             way(x, x, x, None, p, None, 7)
-    with pytest.raises(ValueError, match=r"starts has 6 positions, and 1 ranks with 4 each have 4"):
+    with pytest.raises(ValueError, match=r"starts has 6 positions, and the whole sequence 4: give"):
         way(x, x, x, None, 0.0, None, 7, starts=shape_of(1, 6).long())
 
 

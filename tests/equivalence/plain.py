@@ -99,15 +99,14 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
 def alone(model: Any, rows: Tensor) -> Tensor:
     """The logits of rows' documents, [B T, V], of each as if there were no other: it begins with
     token 0, or with the row. Experts then have their choices of all of them, [B, T, E]."""
-    mlps = [block.mlp for block in model.transformer.h]
+    mlps = [b.mlp for b in model.transformer.h if isinstance(b.mlp, PlainExperts)]
     logits, choices = list[Tensor](), list[list[Any]]()
     for row in rows:
         edges = sorted({0, *(row == 0).nonzero()[:, 0].tolist(), len(row)})
         for a, b in pairwise(edges):
             logits.append(model(input_ids=row[None, a:b], use_cache=False).logits[0])
-            routed = (mlp for mlp in mlps if isinstance(mlp, PlainExperts))
-            choices.append([(mlp.logits, mlp.probabilities, mlp.chosen) for mlp in routed])
-    for mlp, of_documents in zip(mlps, zip(*choices, strict=True), strict=False):
+            choices.append([(mlp.logits, mlp.probabilities, mlp.chosen) for mlp in mlps])
+    for mlp, of_documents in zip(mlps, zip(*choices, strict=True), strict=True):
         mlp.logits, mlp.probabilities, mlp.chosen = (
             torch.cat(parts, 1).view(*rows.shape, -1) for parts in zip(*of_documents, strict=True)
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
@@ -56,7 +57,7 @@ class Sharded(MeshLayout):
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """What updates the shards."""
         self.arrange_optimizers()
-        return OptimizerOfShards(self.fsdp, recipe, self.world, counted=self.counted)
+        return OptimizerOfShards(self.fsdp, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches; the sums of their gradients over ranks are started meanwhile."""
@@ -93,10 +94,16 @@ class Sharded(MeshLayout):
 
 
 class OptimizerOfShards(GlobalOptimizer):
-    """Its steps are collective: other ranks read these shards. `others`: see `GlobalOptimizer`."""
+    """Its steps are collective: other ranks read these shards."""
 
-    def __init__(self, fsdp: FullyShardedDataParallel, *others: Any, **counted: Any) -> None:
-        super().__init__([fsdp.optimizer], *others, **counted)
+    def __init__(
+        self,
+        fsdp: FullyShardedDataParallel,
+        recipe: Recipe,
+        world: World,
+        counted: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__([fsdp.optimizer], recipe, world, counted=counted)
         self._fsdp = fsdp
 
     def zero_grad(self) -> None:

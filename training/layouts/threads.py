@@ -7,7 +7,7 @@ head run on the first device while all others wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -95,9 +95,7 @@ class StagesInThreads(_InOneProcess):
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """All stages update at the same time."""
         self.arrange_optimizers()
-        return OptimizerOnWorkers(
-            self.pipe, self.optimizers, recipe, self.world, counted=self.counted
-        )
+        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
@@ -126,11 +124,17 @@ class StagesInThreads(_InOneProcess):
 
 
 class OptimizerOnWorkers(GlobalOptimizer):
-    """An optimizer per stage of a pipe, each used by its stage's worker thread. `others`: see
-    `GlobalOptimizer`."""
+    """An optimizer per stage of a pipe, each used by its stage's worker thread."""
 
-    def __init__(self, pipe: Pipe, *others: Any, **counted: Any) -> None:
-        super().__init__(*others, **counted)
+    def __init__(
+        self,
+        pipe: Pipe,
+        optimizers: Sequence[torch.optim.Optimizer],
+        recipe: Recipe,
+        world: World,
+        counted: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__(optimizers, recipe, world, counted=counted)
         self._pipe = pipe
 
     def _norms(self) -> list[Tensor]:
