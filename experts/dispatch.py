@@ -43,9 +43,16 @@ def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Se
 
     Args:
         counts: by sender, the number of its rows for each of all experts.
+
+    Raises ValueError if the ranks do not divide the experts, or there is no such rank.
     """
     size = len(counts)
-    own = len(counts[0]) // size  # experts of a rank
+    own, rest = divmod(len(counts[0]), size)  # experts of a rank
+    if rest or rank not in range(size):
+        raise ValueError(
+            f"{len(counts[0])} experts of {size} ranks, as rank {rank} sees them: "
+            f"{(own + bool(rest)) * size} experts and the ranks 0 to {size - 1} work"
+        )
     by_receiver = [[row[r * own : (r + 1) * own] for r in range(size)] for row in counts]
     lengths = [[sum(part) for part in parts] for parts in by_receiver]
     segments = [(e, n) for parts in by_receiver for e, n in enumerate(parts[rank])]

@@ -42,7 +42,7 @@ from runtime.sums import narrowed
 
 from .dispatch import Segments, exchange, put_back, segments_of, swapped
 from .grouped import Grouped, may_group, order_by_expert
-from .routing import Choice, choose
+from .routing import Choice, choose, refuse_top_k
 
 
 class Experts(nn.Module):
@@ -62,10 +62,7 @@ class Experts(nn.Module):
         self, mlp: Any, num_experts: int, top_k: int, shared: Any = None, by_bias: bool = False
     ) -> None:
         super().__init__()
-        if top_k not in range(1, num_experts + 1):
-            raise ValueError(
-                f"{top_k} of {num_experts} experts for each position: 1 to {num_experts} can be"
-            )
+        refuse_top_k(top_k, num_experts)
         self.num_experts, self.top_k, self.ranks = num_experts, top_k, Communicator()
         like = mlp.c_fc.weight
         self.router = nn.Linear(

@@ -77,8 +77,18 @@ class Choice(NamedTuple):
         return self.probabilities.gather(1, self.experts)
 
 
+def refuse_top_k(top_k: int, num_experts: int) -> None:
+    """Raises ValueError unless `top_k` is one of 1 to the number of experts."""
+    if top_k not in range(1, num_experts + 1):
+        raise ValueError(
+            f"{top_k} of {num_experts} experts for each position: 1 to {num_experts} can be"
+        )
+
+
 def choose(rows: Tensor, router: Tensor, top_k: int, bias: Tensor | None = None) -> Choice:
-    """The choice for rows [N, C], by a router [E, C] and, if there is one, a bias [E]."""
+    """The choice for rows [N, C], by a router [E, C] and, if there is one, a bias [E]. Raises
+    ValueError like `refuse_top_k`."""
+    refuse_top_k(top_k, len(router))
     with torch.autocast(rows.device.type, enabled=False):
         dtype = torch.promote_types(rows.dtype, torch.float32)
         logits = F.linear(rows.to(dtype), router.to(dtype))
@@ -118,9 +128,11 @@ def tally(choice: Choice, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balance_loss(chosen: Tensor, probabilities: Tensor, lengths: Tensor, top_k: int) -> Tensor:
-    """The balance loss of each sequence, [B], from what `tally` returns."""
+    """The balance loss of each sequence, [B], from what `tally` returns. Raises ValueError like
+    `refuse_top_k`."""
     T = lengths.clamp(min=1)[:, None].to(probabilities.dtype)
     E = chosen.size(1)
+    refuse_top_k(top_k, E)
     return E * (chosen / (T * top_k) * probabilities / T).sum(1)
 
 

@@ -53,6 +53,8 @@ class TensorShard:
     Attributes:
         shape: of the whole parameter.
         rank, size: the part's number, and the number of parts.
+
+    Raises ValueError if the dimension has no such blocks, or there is no such part.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +62,13 @@ class TensorShard:
     blocks: int
     rank: int
     size: int
+
+    def __post_init__(self) -> None:
+        if self.shape[self.dim] % self.blocks or self.rank not in range(self.size):
+            raise ValueError(
+                f"part {self.rank} of {self.size} of {self.blocks} blocks of dimension {self.dim} "
+                f"of {self.shape}: parts 0 to {self.size - 1} of as many blocks as divide it work"
+            )
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

@@ -48,6 +48,8 @@ def head_loss(
         labels: [N], the token to predict at each position. Of one that no rank has, such as -100,
             the loss is infinite.
         first: the token of the first row.
+
+    Raises ValueError if the rank has no rows.
     """
     # Cast once, and not for each chunk.
     loss: Tensor = _HeadLoss.apply(narrowed(hidden), narrowed(weight), labels, ranks, first)
@@ -107,7 +109,10 @@ def measure(
 
 def argmax(logits: Tensor, num_tokens: int, ranks: Communicator, first: int) -> Tensor:
     """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
-    `logits`: [N, rows], this rank's, for the tokens from `first` on."""
+    `logits`: [N, rows], this rank's, for the tokens from `first` on. Raises ValueError if no token
+    is below."""
+    if num_tokens < 1:
+        raise ValueError(f"the largest logit of {num_tokens} tokens: 1 or more work")
     known = logits[:, : max(0, num_tokens - first)]  # may be empty: [N, 0]
     if known.size(1):
         value, token = known.max(-1)
@@ -149,6 +154,8 @@ class _Chunk(NamedTuple):
 
 def _chunks(positions: int, weight: Tensor, ranks: Communicator, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
+    if not len(weight):
+        raise ValueError("0 rows of the embedding on a rank: 1 or more work; `degrees` names ranks")
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
     size = max(1, LOGITS_AT_ONCE[weight.device.type] // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]

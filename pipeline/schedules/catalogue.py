@@ -148,6 +148,11 @@ def validated(
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, and its actions `in_order`. `ranks[s]` has stage s."""
     if isinstance(schedule, list):
+        if not all(isinstance(action, Action) for actions in schedule for action in actions):
+            raise TypeError(
+                f"schedule is the list {schedule}: give a list of Action(kind, stage, microbatch) "
+                "for each rank, or write 'F0 B0' into a file, a line for each rank"
+            )
         schedule = write_schedule(schedule, "lists")
     if not isinstance(schedule, str) and not callable(schedule):
         raise TypeError(

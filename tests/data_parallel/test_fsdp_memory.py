@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -185,6 +186,24 @@ def test_on_a_gpu_a_graph_keeps_no_gathered_layer(_: int, _world: int) -> None:
     assert [memory.untyped_storage().nbytes() for memory in made] == [0, 0, 0]
     for unit, other in zip(fsdp.units, plain.units, strict=True):
         assert torch.equal(unit.shard, other.shard)
+
+
+@on_ranks(2)
+def test_activations_of_a_layer_are_gone_before_its_gradients_travel(_: int, _world: int) -> None:
+    """Else a rank would hold those of one layer more while it waits."""
+    fsdp = _make(_layers())
+    output = fsdp.forward(torch.ones(1, WIDTH))
+    graphs = [weakref.ref(graph) for graph in fsdp._graphs]
+    assert None not in [graph() for graph in graphs]
+    alive, start = [], fsdp._start_reduce
+
+    def start_reduce(*args: Any) -> None:
+        alive.append(sum(graph() is not None for graph in graphs))
+        start(*args)
+
+    fsdp._start_reduce = start_reduce  # type: ignore[method-assign]
+    fsdp.backward(output.sum())
+    assert alive == [*reversed(range(LAYERS))]
 
 
 class _Products(TorchDispatchMode):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -291,6 +292,20 @@ def test_a_stage_casts_the_weights_of_experts_once_for_all_micro_batches() -> No
     assert [casts.shapes[layer.experts[name].weight.shape] for name in ("c_fc", "c_proj")] == [1, 1]
 
 
+def test_rows_travel_in_the_type_of_the_products() -> None:
+    """Half of the bytes that they would have in the layer's own type."""
+    layer: Experts = like(Experts).float()
+    sent = []
+
+    def exchange(rows: Tensor, *_: Any) -> Tensor:
+        sent.append(rows.dtype)
+        return rows
+
+    with patch("experts.layer.exchange", exchange), torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(torch.randn(1, 5, C))
+    assert (sent, y.dtype) == ([torch.bfloat16] * 2, torch.float32)
+
+
 @on_ranks(2)
 def test_ranks_must_divide_the_experts(_rank: int, _world_size: int) -> None:
     model = Experts(GPT2MLP(4 * C, gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)), 3, K)
@@ -314,6 +329,22 @@ def test_a_choice_of_none_or_of_more_than_there_are_is_refused(top_k: int) -> No
     config = gpt2_config("gpt2-mini", 64, 8, n_embd=C, n_head=2)
     with pytest.raises(ValueError, match=f"{top_k} of 4 experts for each position: 1 to 4 can be"):
         Experts(GPT2MLP(4 * C, config), E, top_k)
+    choice = choose(torch.ones(1, C), torch.ones(E, C), K)
+    with pytest.raises(ValueError, match=f"{top_k} of 4 experts"):
+        choose(torch.ones(1, C), torch.ones(E, C), top_k)
+    with pytest.raises(ValueError, match=f"{top_k} of 4 experts"):
+        balance_loss(*tally(choice, torch.ones(1, 1)), torch.ones(1), top_k)
+
+
+def test_rows_of_experts_that_ranks_do_not_divide_are_refused() -> None:
+    """The third expert's rows would be sent to nobody."""
+    assert segments_of([[1, 2], [3, 4]], 1) == ([[1, 2], [3, 4]], [(0, 2), (0, 4)])
+    for counts, rank, words in (
+        ([[1, 2, 3]] * 2, 0, "3 experts of 2 ranks, as rank 0 sees them: 4 experts"),
+        ([[1, 2]] * 2, 2, "2 experts of 2 ranks, as rank 2 sees them: 2 experts"),
+    ):
+        with pytest.raises(ValueError, match=f"{words} and the ranks 0 to 1 work"):
+            segments_of(counts, rank)
 
 
 def test_float64_stays_under_autocast() -> None:

@@ -77,6 +77,13 @@ def test_what_the_head_cannot_compute_is_not_silent() -> None:
     (gradient,) = torch.autograd.grad(total.square(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+    with pytest.raises(ValueError, match="0 rows of the embedding on a rank: 1 or more work"):
+        loss.head_loss(hidden, weight[:0], *args[1:])
+    with pytest.raises(ValueError, match="the largest logit of 0 tokens: 1 or more work"):
+        loss.argmax(hidden @ weight.t(), 0, *args[2:])
+    for blocks, rank in ((3, 0), (2, 2), (2, -1)):
+        with pytest.raises(ValueError, match=f"part {rank} of 2 of {blocks} blocks of dimension 0"):
+            TensorShard((4, 6), 0, blocks, rank, 2)
 
 
 def test_the_degrees_that_work() -> None:
