@@ -201,7 +201,7 @@ def test_activations_of_a_layer_are_gone_before_its_gradients_travel(_: int, _wo
         alive.append(sum(graph() is not None for graph in graphs))
         start(*args)
 
-    fsdp._start_reduce = start_reduce  # type: ignore[method-assign]
+    fsdp._start_reduce = start_reduce  # type: ignore[method-assign,assignment]
     fsdp.backward(output.sum())
     assert alive == [*reversed(range(LAYERS))]
 
