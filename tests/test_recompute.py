@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gathered_layer import SameDraws
 from pipeline.pipe import Pipe
+from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
 from runtime.recompute import segments
 from tests.pipeline.pipeline_models import (
@@ -106,6 +107,15 @@ def test_how_often_a_layer_runs(mode: str, again: list[int]) -> None:
     assert [runs.count(k) - 3 for k in range(6)] == again
     if mode == "always":
         assert events == ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "R2", "B2"]
+
+
+@on_ranks(2)
+def test_each_rank_computes_its_stage_again(rank: int, _: int) -> None:
+    """Equal numbers would not show it."""
+    runs: list[int] = []
+    with ProcessPipe(layers(runs), [3, 3], recompute="always") as pipe:
+        pipe.train_step(*floats(), square_error, "1f1b", 3)
+    assert [runs.count(k) for k in range(6)] == ([0] * 3 + [6] * 3 if rank else [6] * 3 + [0] * 3)
 
 
 @pytest.mark.parametrize(("number", "last"), [(2, 3), (6, 5)])
