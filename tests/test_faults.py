@@ -23,7 +23,8 @@ def test_a_killed_rank_costs_a_step_and_notice_nothing(ranks: Ranks, tmp_path: P
     line = " ".join([*PICTURES.words, *OPTIONS, "--workdir", str(tmp_path)])
     # Left alone, until the end of the step in which the other gets notice.
     assert run(line, ranks, None, stop_at=10)[1] is None
-    found = run_struck(PICTURES, 1, kill(rank=1, step=5), replace(notice(step=9), undo=None))
+    asked = replace(notice(step=9), undo=None)
+    found = run_struck(PICTURES, 1, kill(rank=1, step=5), asked, forks=True)
     assert (found.statuses, found.left) == ([1], []), found.said[-3000:]  # torchrun's
     assert (found.starts, found.lost) == (2, 1)
     assert found.said.count("asked to end: step 10 is saved") == 1

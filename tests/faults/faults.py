@@ -70,8 +70,9 @@ LAYOUTS = {
 class Cluster:
     """A run on several hosts: torchrun on each."""
 
-    def __init__(self, layout: Layout, hosts: Hosts, folder: Path, nodes: str) -> None:
+    def __init__(self, layout: Layout, hosts: Hosts, folder: Path, nodes: str, forks: bool) -> None:
         self.layout, self.hosts, self.folder, self.nodes = layout, hosts, folder, nodes
+        self.forks = forks
         self.each = layout.alone if hosts.number == 1 else layout.each  # ranks of a host
         self.runs: dict[int, Run] = {}
         self.all: list[Run] = []
@@ -93,7 +94,7 @@ class Cluster:
         ).split()
         options += [*OPTIONS, "--timeout", str(TIMEOUT)]
         environment = [
-            "env", f"FAULTS={self.folder}",
+            "env", f"FAULTS={self.folder}", f"FORK={'yes' * self.forks}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",  # see docs/faults.md
         ]  # fmt: skip
         line = [*self.hosts.inside(host), *environment, *trapped, *torchrun, *options]
@@ -264,13 +265,17 @@ class Found:
     workdirs: list[list[str]]
 
 
-def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Found:
+def run(
+    layout: Layout, hosts: int, *faults: Fault, elastic: bool = False, forks: bool = False
+) -> Found:
     """Starts the run, does everything to it in the order of the steps, and waits for its end.
-    Elastic: hosts may be fewer. Raises MissingError."""
+    Elastic: hosts may be fewer. Forks: ranks do not start from nothing (tests/faults/program.py).
+    Raises MissingError."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(scratch()))
         machines = stack.enter_context(Hosts(hosts))
-        cluster = Cluster(layout, machines, folder, f"1:{hosts}" if elastic else str(hosts))
+        nodes = f"1:{hosts}" if elastic else str(hosts)
+        cluster = Cluster(layout, machines, folder, nodes, forks)
         for fault in faults:
             cluster.trap(fault).touch()
             if fault.disk:

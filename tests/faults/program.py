@@ -3,14 +3,20 @@
 FAULTS names the folder in which a rank writes down the steps that it has done, and waits after
 those for which there is a file `trap-RANK-STEP`: it puts its process id there, renames the file to
 `caught-...`, and goes on when the file is gone, or it was given notice.
+
+With FORK the ranks are forks of torchrun, which has imported what they need: four of them would
+import it for sixteen seconds of a core.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +47,59 @@ def set_traps(folder: Path) -> None:
     Saving.after_step = caught  # type: ignore[assignment, method-assign]
 
 
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    if sys.argv[0] == "torchrun":
+class Fork(subprocess.Popen[str]):
+    """A rank, as torchrun starts it: `python -u -m tests.faults.program PROGRAM OPTIONS`, with a
+    session and an environment of its own."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str]) -> None:
+        self.environment = env
+        super().__init__(args)
+
+    def _execute_child(self, args: tuple[str, ...], *_: Any) -> None:
+        self.pid = os.fork()
+        self._child_created = True  # so that it is waited for
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # torchrun has handlers
+            os.environ.clear()
+            os.environ.update(self.environment)
+            main(list(args[4:]))
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # what torchrun has open is not this process' to close
+
+
+def fork_ranks() -> None:
+    """Makes torchrun fork them. Their libraries are here, and no thread of an operator."""
+    import torch._dynamo
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    import project.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    SubprocessHandler._popen = lambda _, args, env: Fork(args, env)  # type: ignore[assignment, method-assign]
+
+
+def main(words: list[str]) -> None:
+    """Runs a command line: `torchrun`, or a program, and its options."""
+    sys.argv = words
+    if words[0] == "torchrun":
+        if os.environ.get("FORK"):
+            fork_ranks()
         runpy.run_module("torch.distributed.run", run_name="__main__")
     else:
         if faults := os.environ.get("FAULTS"):
             set_traps(Path(faults))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
