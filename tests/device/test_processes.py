@@ -30,7 +30,7 @@ from tests.data_parallel.test_fsdp import LAYERS, REFUSED
 from tests.device.seen import Kernel, watch
 from tests.device.session import NCCL, ranks
 from tests.equivalence.compare import check, laid_out
-from tests.equivalence.plain import plain
+from tests.equivalence.plain import of_arrays, plain, to_arrays
 from tests.equivalence.table import Row, find
 from tests.odd_layers import FEATURES, ODD, ON_DEVICES, linear
 from tests.pipeline.pipeline_models import (
@@ -69,8 +69,8 @@ def compared(
 ) -> str:
     """Trains a row of the table; what is wrong with it."""
     world, row = row_of(rank, world_size, name, dropout=0.0, **changes)  # masks: of the device
-    plain_run = plain(row.problem, STEPS, torch.float64) if world.is_main else None
-    reference: Any = world.gather(plain_run)[0]
+    arrays = to_arrays(plain(row.problem, STEPS, torch.float64)) if world.is_main else {}
+    reference = of_arrays(world.gather(arrays)[0])
     return check(row, reference, world, STEPS, dtype).failure
 
 

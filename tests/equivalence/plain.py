@@ -37,6 +37,16 @@ A step that must be left out has loss NaN and no gradients. The first step is 1.
 """
 
 
+def to_arrays(reference: Reference) -> dict[Key, Any]:
+    """As it is sent to a rank: to pickle a tensor takes a hundred times as long."""
+    return {key: tensor.numpy() for key, tensor in reference.items()}
+
+
+def of_arrays(arrays: dict[Key, Any]) -> Reference:
+    """What `to_arrays` was given."""
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
 def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     """What every row must equal."""
     task = problem.task(World(), dtype)

@@ -18,7 +18,7 @@ import torch
 from pipeline.schedules.catalogue import SCHEDULES
 from tests.equivalence import table
 from tests.equivalence.compare import check
-from tests.equivalence.plain import Key, Reference, plain
+from tests.equivalence.plain import Key, Reference, of_arrays, plain, to_arrays
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import ODD, TABLE, find
 from tests.ranks import Ranks, nan_in_new_memory
@@ -41,13 +41,11 @@ def on_a_rank(
     draws: bool,
     dtype: torch.dtype,
 ) -> str:
-    """What is said of a row. `arrays` are the reference, `draws`: dropout is not hashed, but
-    drawn."""
+    """What is said of a row, beside the reference. `draws`: dropout is not hashed, but drawn."""
     row, world = find(name), World(rank, world_size)
-    expected = {key: torch.from_numpy(array) for key, array in arrays.items()}
     drawn = patch.object(SequenceTask, "_keys", lambda *_: None) if draws else nullcontext()
     with drawn, nan_in_new_memory():
-        return check(row, expected, world, steps, dtype).failure
+        return check(row, of_arrays(arrays), world, steps, dtype).failure
 
 
 def failure(
@@ -58,8 +56,7 @@ def failure(
     dtype: torch.dtype = torch.float64,
 ) -> str:
     """The same; all ranks say the same."""
-    # The ranks get arrays, since to pickle a tensor takes a hundred times as long.
-    arrays = {key: t.numpy() for key, t in reference(find(name).problem, steps).items()}
+    arrays = to_arrays(reference(find(name).problem, steps))
     args = (name, arrays, steps, draws, dtype)
     said = [on_a_rank(0, 1, *args)] if world is None else world.run(on_a_rank, *args)
     assert said == [said[0]] * len(said)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from project import generate, run_data_parallel, run_pipeline, train
+from project.command_line import helps_of
 from tests.ranks import Ranks
 from training.checkpoint import newest, weights_of
 from training.launch.errors import RunError
@@ -37,6 +38,8 @@ PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "train": (train, train.parse_train),
 }
 KINDS = (run_data_parallel.DataParallelOptions, run_pipeline.PipelineOptions, train.TrainOptions)
+for kind in KINDS:
+    helps_of(kind)  # kept: else each rank and program that is forked reads them from the source
 # Batches of 6, 6, 6 and 2: of three ranks the last has no example of the fourth.
 SIZES = "--batch_size 6 --n_train 20 --n_validation 9 --device cpu --keep 9 "
 TINY = SIZES + (
