@@ -25,7 +25,7 @@ write or read says so and ends, and with it the run.
 
 A damaged checkpoint gives way to the one before it, and is renamed. One that may be whole, and
 cannot be read now, ends the run: its disk does not answer, or a different version wrote it.
-Only `prune` removes checkpoints, and `clean` what has not become one.
+Only `prune` removes checkpoints, each file by its name, and `clean` what has not become one.
 
 Cost: each rank writes its part. When saving in the background the run waits only until its tensors
 are copied. Loading takes the memory of the largest tensor.
@@ -45,7 +45,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import EnumMeta
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -295,7 +294,7 @@ class Saver:
         Call it after a finite step from the newest weights: no size tells NaN weights from good
         ones."""
         old = [name for name in names(self.folder)[:-keep] if name.partition("-")[2] != best]
-        self._each(old, partial(shutil.rmtree, ignore_errors=True))
+        self._each(old, _remove)
 
     def set_aside_after(self, loaded: Checkpoint) -> None:
         """Renames the checkpoints newer than the loaded one: they are damaged, and must not count
@@ -314,6 +313,19 @@ class Saver:
                     work(self.folder / name)
 
         self.world.on_main(work_on_all)
+
+
+def _remove(folder: Path) -> None:
+    """Removes the files of a checkpoint, then its folder. A file that a user has put there stays,
+    as does a folder that is no checkpoint, whatever its name. What says that it is one goes last:
+    if the process ends before, the next call goes on."""
+    with suppress(OSError, ValueError):
+        texts = json.loads((folder / STATE).read_bytes()).get("bytes", {})
+        for file in (METADATA, "manifest.json", *texts):
+            (folder / file).unlink(missing_ok=True)
+        for path in (*folder.glob("__*.distcp"), folder / STATE):
+            path.unlink()
+        folder.rmdir()
 
 
 def _identity(folder: Path) -> tuple[int, ...]:

@@ -169,6 +169,23 @@ def test_what_is_set_aside_is_never_removed(tmp_path: Path) -> None:
     assert [(tmp_path / name / "mine").read_text() for name in aside] == ["1", "2"]
 
 
+def test_what_a_user_made_is_not_removed_with_old_checkpoints(tmp_path: Path) -> None:
+    """A file in a checkpoint, and a folder that is named as one."""
+    note, other = tmp_path / "000002-step2" / "mine.txt", tmp_path / "000001-mine" / "data.csv"
+    other.parent.mkdir()
+    other.write_text("1, 2")
+    assert save(tmp_path, 2, keep=9) == note.parent.name
+    note.write_text("my best")
+    for value in (3, 4, 5):
+        save(tmp_path, value, keep=9)
+    (tmp_path / "000003-step3" / SHARD).unlink()  # as if killed while it was being removed
+    Saver(tmp_path).prune(1)
+    left = sorted(path for path in contents(tmp_path) if not path.startswith("000005-step5/"))
+    assert left == ["000001-mine/data.csv", "000002-step2/mine.txt"]
+    assert names_in(tmp_path) == ["000001-mine", "000002-step2", "000005-step5"]
+    assert value_of(newest(tmp_path)[0]) == 5
+
+
 def test_a_checkpoint_of_the_version_before_is_loaded(tmp_path: Path) -> None:
     """Its format and sizes were in a file of their own."""
     folder = tmp_path / save(tmp_path, 3)
