@@ -118,7 +118,7 @@ class Simulator:
             if len(order) == before:  # nobody can start, now or ever
                 stuck = [self.actions[k] for k, end in zip(first, ends, strict=True) if k < end]
                 named = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
-                raise ValueError(f"deadlock: what comes first never can: {named}")
+                raise ValueError(f"deadlock: the next actions wait for ever: {named}")
         return order
 
     def run(self, work: Work) -> Simulation:

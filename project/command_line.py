@@ -106,6 +106,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option has its first name, and stands before what is said of it."""
         message = re.sub(r"^argument ([^/:]*)[^:]*: ", r"\1 ", message)
+        unread = r"@\2: \1; a file with options, as they are typed here, works"
+        message = re.sub(r"^\[Errno \d+\] (.*): '(.*)'$", unread, message)  # of an @FILE
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2]
             message = f"{word}: there is no such option{is_it(word, self._option_string_actions)}"

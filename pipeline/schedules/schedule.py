@@ -204,7 +204,7 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
         if not any(ready):  # nobody can start, now or ever
             stuck = [rest[0] for rest in waiting if rest]
             said = ", ".join(f"{action} on stage {action.stage}" for action in stuck)
-            raise ScheduleError(stuck[0], f"deadlock: what comes first never can: {said}")
+            raise ScheduleError(stuck[0], f"deadlock: the next actions wait for ever: {said}")
         row = [rest.popleft() if now else None for rest, now in zip(waiting, ready, strict=True)]
         done.update(end for action in row if action for end in ended_with(action))
         rows.append(row)

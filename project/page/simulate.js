@@ -58,7 +58,7 @@ function simulate(schedule, work) {
     });
     if (left === before) {
       const stuck = schedule.flatMap((actions, rank) => actions.slice(rows[rank].length, rows[rank].length + 1));
-      deadlock = `deadlock: what comes first never can: ${stuck.map(nameOf).join(", ")}`;
+      deadlock = `deadlock: the next actions wait for ever: ${stuck.map(nameOf).join(", ")}`;
     }
   }
   const updated = free.map((end) => end + work.exchange + work.update);

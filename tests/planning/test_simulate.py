@@ -172,7 +172,7 @@ def test_every_gap_says_what_it_waits_for() -> None:
 def test_a_deadlock_is_named() -> None:
     lists = gpipe(2, 1)
     lists[1].reverse()
-    with pytest.raises(ValueError, match=r"never can: B0 on stage 0, B0 on stage 1$"):
+    with pytest.raises(ValueError, match=r"wait for ever: B0 on stage 0, B0 on stage 1$"):
         Simulator(lists)
 
 

@@ -62,6 +62,7 @@ SHORT = {
 TABLE = """
 # mistyped
 pp FLOW --schedule 1fb1 => must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin, dualpipev,
+train ddp @nowhere.txt => No such file or directory; a file with options, as they are typed here,
 train ddp --n_train most => a whole number from 1 to 4294967295, or all; --help explains all
 # ranks and examples
 dp --world_size 4 --dataset builtin --n_train 3 => needs 4 or more; more text, or a larger --n_train
@@ -73,6 +74,7 @@ dp --cores_per_rank 99999 => can be used here; --cores_per_rank
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
 pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one; --num_devices 1
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
+train pipeline --schedule deadlock.txt => deadlock: the next actions wait for ever: B0
 train pipeline --schedule 1f1b --chunks 2 => fixes the number of stages per rank; leave --chunks
 train pipeline -w 3 --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 # what a mode or a strategy decides
@@ -167,6 +169,7 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     Path("taken").mkdir()
     Path("taken/file").touch()
     Path("empty.jsonl").touch()
+    Path("deadlock.txt").write_text("rank 0: F0 B0\nrank 1: B0 F0\n")
     Path("a.txt").write_text("A line.\nAnd one.\n")
     wrong = []
     with alone_in_workdir(Options(workdir=Path("taken"))):
@@ -185,7 +188,7 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert all("tokens" in path.parts for path in Path("workdir").rglob("*.*"))
     shutil.rmtree("workdir")
     assert names_in(".") == [
-        "a.txt", "empty", "empty.jsonl", "pairs", "taken",
+        "a.txt", "deadlock.txt", "empty", "empty.jsonl", "pairs", "taken",
     ]  # fmt: skip
 
 

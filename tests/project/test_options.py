@@ -134,8 +134,8 @@ def test_options_come_from_a_file_and_what_comes_later_counts(refusal: Refusal) 
         args = parse(f"train {line}")
         assert (args.strategy, args.world_size, args.batch_size) == ("fsdp", 3, 8)
         assert (args.n_epochs, args.resume) == (epochs, True)
-    said = "[Errno 2] No such file or directory: 'none.txt'"
-    assert refused(DP + "@none.txt", refusal) == said
+    said = "@none.txt: No such file or directory; a file with options, as they are typed here, "
+    assert refused(DP + "@none.txt", refusal) == said + "works"
     Path("wrong.txt").write_text("--batchsize 8\n")
     said = "--batchsize: there is no such option; is it --batch_size?"
     assert refused(DP + "@wrong.txt", refusal) == said

@@ -54,6 +54,7 @@ SPLIT_WORDS = {
 }
 BETWEEN_WORDS = re.compile(r"[-._ \d]+")
 ABOUT_DATA = ("readme", "license")  # files that are no data
+PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 MOST_NAMES = 3  # names of files in a line
 END = "<|endoftext|>"  # GPT-2's own: after every document
 PIECE, WORD, READ = 4096, 4096, 1 << 20  # letters
@@ -126,6 +127,8 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
     kinds = {file.suffix.lower() for file in files} & READERS.keys()
     if len(kinds) != 1:
         there = f"here are {listed(sorted(kinds), 'and')}" if kinds else "here is no such file"
+        if packed := [file.name for file in files if file.suffix.lower() in PACKED]:
+            there += f"; unpack {packed[0]}, and it works"
         raise UserError(
             f"--dataset {dataset}: text is read from train.{src} and train.{tgt} (see --src and "
             f"--tgt), or from files of one kind, {listed(READERS, 'or')}; {there}"

@@ -182,7 +182,7 @@ FIRST, LAST = sched.gpipe(2, 2)
         ([FIRST, [*reversed(sched.zero_bubble(2, 2)[1])]], "deadlock: .* B0 on stage 0, W1 on"),
         (
             [sched.one_f_one_b(2, 2)[0], [F1, B0, F0, B1]],
-            "deadlock: what comes first never can: B0 on stage 0, B0 on stage 1",
+            "deadlock: the next actions wait for ever: B0 on stage 0, B0 on stage 1",
         ),
     ],
 )

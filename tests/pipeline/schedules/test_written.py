@@ -48,7 +48,7 @@ def test_what_is_written_reads_back() -> None:
     ("text", "said"),
     [
         ("rank 0: F0 B0\nrank 1: F0 X0 B0", "line 2, column 12: X0 is no action; such are F0, B0"),
-        ("rank 0: F0 B0\nrank 1: B0 F0", "line 1, column 12: deadlock: what comes first never can"),
+        ("rank 0: F0 B0\nrank 1: B0 F0", "line 1, column 12: deadlock: the next actions wait for"),
         ("F0 B0 # last\n\nF0", "line 3, column 1: stage 1: B0 is there 0 times, not 1"),
         ("F0 B0 F0", "line 1, column 7: stage 0: F0 is there 2 times, not 1"),
         ("F1 B1", "line 1, column 1: stage 0: B0 is there 0 times, not 1"),

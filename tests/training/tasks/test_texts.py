@@ -585,6 +585,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said
         ),
         ("a.jsonl b.txt", ".csv or .tsv; here are .jsonl and .txt"),
         (".hidden/a.txt LICENSE.txt more/train.de", ".csv or .tsv; here is no such file"),
+        ("train.jsonl.gz", "; here is no such file; unpack train.jsonl.gz, and it works"),
     ],
 )
 def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
