@@ -37,7 +37,7 @@ def tutorial() -> None:
     folder.mkdir()
     for chapter in sorted((ROOT / "tutorial").glob("[0-9]*.py")):
         source = chapter.read_text("utf-8")
-        text = f"# {chapter.stem[0]}. {title_of(source)}\n\n```python\n{source}```\n"
+        text = f"# {title_of(source)}\n\n```python\n{source}```\n"
         (folder / f"{chapter.stem}.md").write_text(text, "utf-8")
         pages.append(f"tutorial/{chapter.stem}.md")
     lines = [f"- [{Path(page).stem}]({Path(page).name})" for page in pages]
