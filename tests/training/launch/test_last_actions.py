@@ -84,18 +84,19 @@ def be_slow(rank: int, patches: pytest.MonkeyPatch, folder: Path, background: st
 
     words = ""
 
-    def blamed() -> bool:
+    def blamed(where: str) -> bool:
         nonlocal words
         words = verdict(actions)
-        return words.endswith(f"look at rank {rank}\n")
+        return words.endswith(f"{where}; look at rank {rank}\n")
 
-    def slow(owner: Any, name: str) -> None:
+    def slow(owner: Any, name: str, where: str = "") -> None:
+        """`where` the others wait: before, they may be seen on their way there."""
         original, done = getattr(owner, name), list[str]()
 
         def call(*args: Any, **options: Any) -> Any:
             if not done and loop_runs:
                 done.append(name)
-                assert until(blamed, SECONDS), f"{name}: {table(actions)}"
+                assert until(partial(blamed, where), SECONDS), f"{name}: {table(actions)}"
                 with (folder / "said").open("a") as file:
                     file.write(f"{name}: {words}")
             return original(*args, **options)
@@ -111,7 +112,7 @@ def be_slow(rank: int, patches: pytest.MonkeyPatch, folder: Path, background: st
 
     patches.setattr(Results, "begin", noted)
     if rank == 0 and not background:  # it gives a checkpoint its name
-        slow(Saver, "_complete")
+        slow(Saver, "_complete", "wait in wait for all ranks of step 2")
     for owner, name in SLOW if rank == 1 else ():
         slow(owner, name)
 
