@@ -11,6 +11,7 @@ had not ended; these are killed, with all that they have started.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -42,7 +43,10 @@ LIBRARIES = (
 
 
 def serve() -> None:
-    """Until there is no line left."""
+    """Until there is no line left, or whoever writes them has been ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     for library in LIBRARIES:
         __import__(library)
     assert not any(name in sys.modules for name in PROJECT)
