@@ -23,7 +23,7 @@ from docstring_parser import parse_from_object
 
 from project.strategies import ONLY, STRATEGIES, owners, page_of
 from training.launch.errors import listed, open_streams, refuse, say, torchrun
-from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
+from training.launch.signals import ENDING_SIGNALS, die_with_parent, end_process, set_handlers
 from training.options import (
     Axes,
     DataParallel,
@@ -118,6 +118,8 @@ def begin(kind: type[O], description: str | None) -> O:
     """The options that were typed. Answers --help, refuses a mistyped option, begins a log and lets
     signals end the process, all at once, before torch is imported, which takes seconds."""
     set_handlers(ENDING_SIGNALS, end_process)
+    if torchrun("RANK", None) is not None:
+        die_with_parent()  # already while it imports torch
     if sys.flags.optimize > 1:
         refuse("python -OO removes docstrings, of which the help is made; python -O works\n")
     typed = parse_options(kind, description)

@@ -68,6 +68,7 @@ from .signals import (
     NOTICE_SIGNALS,
     NOTICES_GIVEN,
     TERMINAL_SIGNALS,
+    die_with_parent,
     notice_sets_flag,
     set_handlers,
 )
@@ -295,8 +296,8 @@ def _keep_freed_memory() -> None:
 def _end_with_parent() -> None:
     """Makes this process end when its parent ends, however that happens."""
     parent = parent_process()  # None: torchrun
-    if sys.platform == "linux":  # at once, even while it is stopped
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if sys.platform == "linux":
+        die_with_parent()
         if parent and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before the prctl
     elif parent:

@@ -26,8 +26,10 @@ This module does not import torch: it is the first that a program needs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +50,13 @@ TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
 # The flag: the notices that this process was given inside `notice_sets_flag`, by signal, with the
 # time at which each first came.
 NOTICES_GIVEN: dict[int, float] = {}
+
+
+def die_with_parent() -> None:
+    """Linux kills this process when its parent ends, however that happens, even while it is
+    stopped. Elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Ended(RunError):  # noqa: N818 (nothing failed)

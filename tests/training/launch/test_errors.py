@@ -56,6 +56,18 @@ def test_a_signal_ends_a_program_that_still_imports(number: int) -> None:
     assert (done.returncode, done.stdout) == (0, "went on\n")  # as under nohup
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's")
+def test_a_rank_of_torchrun_dies_with_it_while_it_still_imports() -> None:
+    """Even while it is stopped, when it could do nothing by itself."""
+    then = (
+        "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n)"
+    )
+    found = []
+    for ranks in ({}, {"TORCHELASTIC_RUN_ID": "run", "RANK": "1"}):
+        found.append(ended(then, before=f"os.environ |= {ranks}").stdout)
+    assert found == ["c_int(0)\n", f"c_int({signal.SIGKILL:d})\n"]
+
+
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_closed_stream_is_one_that_nobody_reads(closed: int) -> None:
     """And no file gets its number, into which libraries print."""
