@@ -38,7 +38,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	@touch $@
 
 # The same model on a GPU, where the default is a larger one. A higher rate than the default, as
-# warm-up, decay and clipping allow, and no dropout, for which a few epochs are too short.
+# warm-up, decay and clipping allow, and no dropout, which eight epochs are too few for.
 RECIPE := --model gpt2-mini --learning_rate 2e-3 --warmup_steps 60 --lr_scheduler cosine --max_grad_norm 1 --dropout 0
 
 train: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Runs every benchmark, prints their tables, and writes JSON under benchmarks/results/.
 
-    python -m benchmarks                      all: each takes up to five minutes on two cores
+    python -m benchmarks                      all: each takes up to five minutes on two fast cores
     python -m benchmarks data_parallel        one of them
     python -m benchmarks --list
     BENCHMARK_DATASET=my_folder python -m benchmarks generation     on pairs of your own, de to en

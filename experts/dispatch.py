@@ -38,6 +38,16 @@ Segments = Sequence[tuple[int, int]]
 """How rows lie: (number of the expert among this rank's, number of rows), one after the other."""
 
 
+def experts_per_rank(num_experts: int, num_ranks: int) -> int:
+    """Raises ValueError if the ranks do not divide the experts."""
+    if rest := num_experts % num_ranks:
+        raise ValueError(
+            f"{num_experts} experts cannot be shared by {num_ranks} ranks; "
+            f"{num_experts - rest + num_ranks} can"
+        )
+    return num_experts // num_ranks
+
+
 def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Segments]:
     """How many rows each rank sends to each, and how those lie that `rank` receives.
 
@@ -47,12 +57,9 @@ def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Se
     Raises ValueError if the ranks do not divide the experts, or there is no such rank.
     """
     size = len(counts)
-    own, rest = divmod(len(counts[0]), size)  # experts of a rank
-    if rest or rank not in range(size):
-        raise ValueError(
-            f"{len(counts[0])} experts of {size} ranks, as rank {rank} sees them: "
-            f"{(own + bool(rest)) * size} experts and the ranks 0 to {size - 1} work"
-        )
+    own = experts_per_rank(len(counts[0]), size)
+    if rank not in range(size):
+        raise ValueError(f"rank {rank} of {size}: 0 to {size - 1} work")
     by_receiver = [[row[r * own : (r + 1) * own] for r in range(size)] for row in counts]
     lengths = [[sum(part) for part in parts] for parts in by_receiver]
     segments = [(e, n) for parts in by_receiver for e, n in enumerate(parts[rank])]

@@ -40,7 +40,7 @@ from runtime.linear import Product, add_product, add_rows, multiplied
 from runtime.meta import names_of
 from runtime.sums import narrowed
 
-from .dispatch import Segments, exchange, put_back, segments_of, swapped
+from .dispatch import Segments, exchange, experts_per_rank, put_back, segments_of, swapped
 from .grouped import Grouped, may_group, order_by_expert
 from .routing import Choice, choose, refuse_top_k
 
@@ -138,11 +138,7 @@ def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int,
             continue
         if module.ranks.size > 1:
             raise ValueError(f"these experts are shared already, by {module.ranks.size} ranks")
-        if rest := module.num_experts % ranks.size:
-            raise ValueError(
-                f"{module.num_experts} experts cannot be shared by {ranks.size} ranks; "
-                f"{module.num_experts - rest + ranks.size} can"
-            )
+        experts_per_rank(module.num_experts, ranks.size)
         module.ranks = ranks
         for layer in module.experts.values():
             for key, p in list(layer.named_parameters()):

@@ -81,7 +81,7 @@ def refuse_top_k(top_k: int, num_experts: int) -> None:
     """Raises ValueError unless `top_k` is one of 1 to the number of experts."""
     if top_k not in range(1, num_experts + 1):
         raise ValueError(
-            f"{top_k} of {num_experts} experts for each position: 1 to {num_experts} can be"
+            f"{top_k} of {num_experts} experts for each position: 1 to {num_experts} work"
         )
 
 
@@ -130,9 +130,9 @@ def tally(choice: Choice, real: Tensor) -> tuple[Tensor, Tensor]:
 def balance_loss(chosen: Tensor, probabilities: Tensor, lengths: Tensor, top_k: int) -> Tensor:
     """The balance loss of each sequence, [B], from what `tally` returns. Raises ValueError like
     `refuse_top_k`."""
-    T = lengths.clamp(min=1)[:, None].to(probabilities.dtype)
     E = chosen.size(1)
     refuse_top_k(top_k, E)
+    T = lengths.clamp(min=1)[:, None].to(probabilities.dtype)
     return E * (chosen / (T * top_k) * probabilities / T).sum(1)
 
 

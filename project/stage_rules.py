@@ -23,9 +23,7 @@ def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) ->
         lists = load(schedule, n, m or 4)
         refuse_other_sizes(lists, label_of(schedule), n, m, chunks)
     except (ValueError, OSError) as error:
-        said_already = str(error).startswith(("schedule=", "schedule "))
-        option = "--" if said_already else "--schedule "  # a place in a file begins with its name
-        raise UserError(f"{option}{error}") from None
+        raise UserError(f"--{error}") from None
     text = write_schedule(lists, label_of(schedule))
     own = {"chunks": chunks_of(text), "num_microbatches": count_microbatches(lists)}
     return {"schedule": text, **own}

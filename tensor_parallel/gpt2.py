@@ -66,8 +66,9 @@ class TensorShard:
     def __post_init__(self) -> None:
         if self.shape[self.dim] % self.blocks or self.rank not in range(self.size):
             raise ValueError(
-                f"part {self.rank} of {self.size} of {self.blocks} blocks of dimension {self.dim} "
-                f"of {self.shape}: parts 0 to {self.size - 1} of as many blocks as divide it work"
+                f"part {self.rank} of {self.size}, dimension {self.dim} of {self.shape} in "
+                f"{self.blocks} blocks: parts 0 to {self.size - 1} work, and numbers of blocks "
+                f"that divide {self.shape[self.dim]}"
             )
 
     @property

@@ -96,7 +96,7 @@ def measure(
     hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Communicator, first: int
 ) -> Tensor:
     """[3], float64, on the CPU: the loss of `head_loss`, the number of positions whose label is the
-    most probable token, and N. Waits once for a GPU."""
+    most probable token, and N. Waits once for a GPU. Raises ValueError like `head_loss`."""
     hidden, weight = narrowed(hidden), narrowed(weight)
     total = hidden.new_zeros(2, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
@@ -155,7 +155,7 @@ class _Chunk(NamedTuple):
 def _chunks(positions: int, weight: Tensor, ranks: Communicator, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
     if not len(weight):
-        raise ValueError("0 rows of the embedding on a rank: 1 or more work; `degrees` names ranks")
+        raise ValueError("0 rows of the embedding on a rank: 1 or more work (see `degrees`)")
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
     size = max(1, LOGITS_AT_ONCE[weight.device.type] // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]

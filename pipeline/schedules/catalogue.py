@@ -59,18 +59,22 @@ def load(schedule: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedu
     """
     path, _, function = schedule.partition(":")
     if "\n" in schedule:
-        return read_schedule(schedule, label_of(schedule))
+        return read_schedule(schedule, f"schedule {label_of(schedule)}")
     if not Path(path).is_file():
         raise ValueError(
             f"schedule={schedule!r}: there is no such file; the names are {', '.join(SCHEDULES)}"
         )
     if not function:
-        return read_schedule(Path(path).read_text("utf-8"), path)
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"schedule={schedule!r}: {error}") from None
+        return read_schedule(text, f"schedule {path}")
     functions = runpy.run_path(path)
     if function not in functions:
         raise ValueError(f"schedule={schedule!r}: {path} has no function {function}")
     lists = functions[function](num_ranks, num_microbatches)
-    return read_schedule(write_schedule(lists, schedule), schedule)
+    return read_schedule(write_schedule(lists, schedule), f"schedule {schedule}")
 
 
 def refuse_other_sizes(
@@ -148,10 +152,10 @@ def validated(
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, and its actions `in_order`. `ranks[s]` has stage s."""
     if isinstance(schedule, list):
-        if not all(isinstance(action, Action) for actions in schedule for action in actions):
+        if others := [x for actions in schedule for x in actions if not isinstance(x, Action)]:
             raise TypeError(
-                f"schedule is the list {schedule}: give a list of Action(kind, stage, microbatch) "
-                "for each rank, or write 'F0 B0' into a file, a line for each rank"
+                f"schedule has {others[0]!r} for an action: give a list of Action(kind, stage, "
+                "microbatch) for each rank, or a file with a line for each, such as F0 B0"
             )
         schedule = write_schedule(schedule, "lists")
     if not isinstance(schedule, str) and not callable(schedule):

@@ -91,7 +91,9 @@ def test_a_schedule_comes_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monk
             find(text, v)(n, m)
     with pytest.raises(ValueError, match="asked for are 2, 1 and 3: take the numbers of the sch"):
         refuse_other_sizes(lists, "my.txt", 2, 3)
-    with pytest.raises(TypeError, match=r"the list \[\['F0', 'B0'\]\]: give a list of Action\("):
+    with pytest.raises(
+        TypeError, match=r"schedule has 'F0' for an action: give a list of Action\("
+    ):
         validated([["F0", "B0"]], (0,), 1)  # type: ignore[list-item]
     for word, said in (
         ("none.txt", "schedule='none.txt': there is no such file; the names are gpipe, 1f1b"),
