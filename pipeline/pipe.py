@@ -28,6 +28,8 @@ Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise, product
@@ -99,7 +101,9 @@ class Pipe(nn.Module):
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
         self._waiting = WeightsMayWait(self.partitions)
-        self._calls = 0  # of `train_step` and `forward`
+        # Of `train_step` and `forward`, in training and in evaluation, where other layers draw.
+        self._calls: Counter[bool] = Counter()
+        self._drawing = set[int]()  # layers, by number
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages on one device share a worker: by stage, the first stage with the same worker.
@@ -216,8 +220,18 @@ class Pipe(nn.Module):
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
         jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
+        before = torch.get_rng_state()
         with self._waiting:
             self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
+        if not torch.equal(torch.get_rng_state(), before):
+            self._calls.clear()  # the next two are checked
+            warnings.warn(
+                "while the stages ran, torch's default generator was used: by a layer that drew "
+                "nothing in earlier steps, by compiled code, or by another thread. What the seed "
+                "decides in other steps was left to timing in this one. The next two look at each "
+                "layer again, and find those that draw",
+                stacklevel=4,
+            )
 
     def train_step(
         self,
@@ -275,8 +289,9 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
-        self._calls += 1
+        self._calls[self.training] += 1
         return new_stages(
-            parts, dict(enumerate(self.devices)), OfThread, self._uncalled, self._calls - 1,
-            recompute=self.recompute, num_microbatches=num_microbatches,
+            parts, dict(enumerate(self.devices)), partial(OfThread, drawing=self._drawing),
+            self._uncalled, self._calls[self.training] - 1, recompute=self.recompute,
+            num_microbatches=num_microbatches,
         )  # fmt: skip

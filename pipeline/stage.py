@@ -233,7 +233,7 @@ class Stage:
         calls = list(layers.values())
 
         def run(k: int, value: Any) -> Any:
-            with self._draws.of(part.first_layer + k, i):
+            with self._draws.of(part.first_layer + k, i, self.checked):
                 return calls[k](value)
 
         with later:

@@ -36,7 +36,7 @@ SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
 def new_stages(
     parts: Sequence[nn.Sequential],
     devices: Mapping[int, torch.device],
-    randomness: type[OfThread] | type[OfProcess],
+    randomness: Callable[[torch.device, int], OfThread | OfProcess],
     uncalled: Iterable[nn.Module],
     step: int,
     **how: Any,

@@ -42,7 +42,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,7 +135,7 @@ class Operands:
     exchanged: bool  # then dw is added when it is whole, as where it was computed at once
     dw: Tensor | None = None  # if it was computed at once
 
-    @cached_property
+    @property
     def trained(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
@@ -209,14 +209,14 @@ class WeightsLater:
     def add_products(self) -> None:
         """The second half. Frees each product after use."""
         uses = Counter(p for product in self.products for p in product.trained)
+        several = {p for p, n in uses.items() if n > 1} | self.sums.keys() | {*self._shared}
         self.products.reverse()  # pop takes the last: this keeps backward's order
         while self.products:
             product = self.products.pop()
             for p in product.trained:
-                several = uses[p] > 1 or p in self.sums or p in self._shared
-                target = self.sums if several else self._totals
-                if p in target:
-                    product.add_gradient(p, target[p])  # in place
+                target = self.sums if p in several else self._totals
+                if (total := target.get(p)) is not None:
+                    product.add_gradient(p, total)  # in place
                 else:
                     target[p] = product.gradient(p)  # new memory, not a view: may be written to
 

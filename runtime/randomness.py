@@ -24,13 +24,14 @@ for a GPT-2 block), patching `torch.nn.functional` (global), a lock around the d
 
 Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and Python itself.
 
-Cost: about 1 us per torch call in Python, which a property of a tensor is, too; some 30 us per
+Cost: 1 to 3 us per torch call in Python, which a property of a tensor is, too; some 30 us per
 kernel inside a function that may draw (recurrent layers: per step of the sequence). Of torch's
-functions in Python the names in their code tell whether they may.
+functions in Python the names in their code tell whether they may. So each layer is looked at in
+checked steps (guards.py) alone, and in the others those that have drawn. A layer that begins to
+draw in another step draws from the default generator, where `Pipe` sees it at the step's end.
 
 Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
-make its gradients wrong, so a draw raises there, in checked steps (guards.py). Only calls from
-Python are seen.
+make its gradients wrong, so a draw raises there, in checked steps. Only calls from Python are seen.
 
 A layer may seed a draw itself (dropout.py): there the stage's seed is not used.
 """
@@ -38,7 +39,7 @@ A layer may seed a draw itself (dropout.py): there the stage's seed is not used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -68,8 +69,9 @@ class OfProcess:
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device, self._seed = device, seed
 
-    def of(self, layer: int, microbatch: int) -> AbstractContextManager[object]:
+    def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
         """For a layer's forward."""
+        del checked  # whatever draws finds the generators seeded
         seed = mixed(self._seed, layer, microbatch)
         torch.default_generator.manual_seed(seed)
         seed_gpu(self._device, seed)
@@ -81,21 +83,29 @@ class OfProcess:
 
 
 class OfThread(TorchFunctionMode):
-    """Inside `with randomness.of(layer, i):` torch draws from that layer's generator, on a GPU
-    from the device's. Use it inside `gpu_restored`."""
+    """Inside `with randomness.of(layer, i, checked):` torch draws from that layer's generator, on a
+    GPU from the device's. Use it inside `gpu_restored`.
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    Args:
+        seed: the number of the step.
+        drawing: the numbers of the layers that have drawn; those that do are added.
+    """
+
+    def __init__(self, device: torch.device, seed: int, drawing: set[int] | None = None) -> None:
         super().__init__()
         self._device, self._seed = device, seed
+        self._drawing = set[int]() if drawing is None else drawing
+        self._note: Callable[[], None] = lambda: None  # that the layer draws
         self._generator = torch.Generator()
         self.generator: torch.Generator | None = None  # None: in a backward
 
-    def of(self, layer: int, microbatch: int) -> OfThread:
-        """For a layer's forward."""
+    def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
+        """For a layer's forward. If it has drawn nothing yet, it is only looked at if `checked`."""
         seed = mixed(self._seed, layer, microbatch)
         self.generator = self._generator.manual_seed(seed)
         seed_gpu(self._device, seed)
-        return self
+        self._note = functools.partial(self._drawing.add, layer)
+        return self if checked or layer in self._drawing else nullcontext()
 
     def in_backward(self) -> OfThread:
         """A draw raises there."""
@@ -109,7 +119,7 @@ class OfThread(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _may_draw(func) or (func is attention and not _dropout_of(*args, **kwargs)):
             return func(*args, **kwargs)
-        with _Kernels(self.generator):
+        with _Kernels(self.generator, self._note):
             return func(*args, **kwargs)
 
 
@@ -123,11 +133,11 @@ def _dropout_of(
 
 
 class _Kernels(TorchDispatchMode):
-    """Inside `with`, kernels draw from the generator."""
+    """Inside `with`, kernels draw from the generator, and call `note`."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
+    def __init__(self, generator: torch.Generator | None, note: Callable[[], None]) -> None:
         super().__init__()
-        self._generator = generator
+        self._generator, self._note = generator, note
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,6 +157,7 @@ class _Kernels(TorchDispatchMode):
         device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
         if device.type != "cpu":
             return func(*args, **kwargs)  # from the device's generator, seeded
+        self._note()
         # For functions without the argument, such as rand, another overload takes it. Where none
         # does, as of native_dropout, torch raises.
         return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})

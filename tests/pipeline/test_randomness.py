@@ -75,6 +75,69 @@ def test_another_seed_another_step_another_layer_another_micro_batch_differ() ->
         assert masks() + masks() == found[:8]
 
 
+def test_between_checked_steps_only_layers_that_have_drawn_are_looked_at() -> None:
+    seen: list[Any] = []
+    look = OfThread.__torch_function__
+
+    def noted(self: OfThread, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return look(self, func, *args)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.ones(4, 4)
+    with (
+        patch.object(OfThread, "__torch_function__", noted),
+        Pipe(cut(model, (2, 2)), split_size=2) as pipe,
+    ):
+        by_step = []
+        for _ in range(17):
+            pipe.train_step(x, x, lambda y, target: (y - target).sum(), "1f1b", 2)
+            by_step.append({*seen})
+            seen.clear()
+    assert {F.linear, F.dropout} < by_step[0] == by_step[1] == by_step[16]
+    assert by_step[2:16] == [{F.dropout}] * 14
+
+
+class Later(nn.Module):
+    """Draws in evaluation, and in training if `asked`."""
+
+    asked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x) if self.asked or not self.training else x
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layer_that_draws_later_is_found_at_the_end_of_that_step() -> None:
+    layer, x = Later(), torch.ones(4, 8)
+    with Pipe(cut(nn.Sequential(nn.Linear(8, 8), layer), (1, 1)), split_size=2) as pipe:
+
+        def step() -> Tensor:
+            torch.manual_seed(1)
+            return pipe.train_step(x, x, square_error, "1f1b", 2)
+
+        before = max(step() for _ in range(3))
+        layer.asked = True
+        with pytest.warns(UserWarning, match="torch's default generator was used"):
+            step()
+        masked = step()
+        assert masked != before and [step() for _ in range(4)] == [masked] * 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_draws_in_evaluation_alone_is_found_there() -> None:
+    """Its first calls are checked, too, whatever training has seen."""
+    with Pipe(cut(nn.Sequential(nn.Linear(8, 8), Later()), (1, 1)), split_size=2) as pipe:
+
+        def evaluated() -> list[float]:
+            torch.manual_seed(1)
+            return [*pipe.eval()(torch.ones(4, 8)).flatten()]
+
+        for _ in range(3):
+            pipe.train()(torch.ones(4, 8))
+        assert evaluated() == evaluated() == evaluated()
+
+
 # By the way torch takes to its kernel: functions, operators, methods, Python's, and recurrent
 # layers; kernels that take a generator, and those of which another overload does.
 CALLS: dict[str, Any] = {
@@ -104,7 +167,7 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
 
     def draw(i: int) -> Tensor:
         torch.manual_seed(0)
-        with randomness.of(0, i):
+        with randomness.of(0, i, True):
             result = CALLS[name](x)
         assert torch.equal(torch.get_rng_state(), before)
         return result[0] if isinstance(result, tuple) else result
@@ -118,12 +181,12 @@ def test_what_draws_nothing_runs_as_it_is() -> None:
     x = torch.ones(3, 5, 8)
     with (
         patch("runtime.randomness._Kernels", side_effect=AssertionError),
-        OfThread(CPU, 7).of(0, 0),
+        OfThread(CPU, 7).of(0, 0, True),
     ):
         F.layer_norm(x, (8,))
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
-    with OfThread(CPU, 7).of(0, 0), pytest.raises(RuntimeError, match="native_dropout"):
+    with OfThread(CPU, 7).of(0, 0, True), pytest.raises(RuntimeError, match="native_dropout"):
         torch.native_dropout(torch.ones(4), 0.5, True)
