@@ -26,9 +26,10 @@ Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and 
 
 Cost: 1 to 3 us per torch call in Python, which a property of a tensor is, too; some 30 us per
 kernel inside a function that may draw (recurrent layers: per step of the sequence). Of torch's
-functions in Python the names in their code tell whether they may. So each layer is looked at in
-checked steps (guards.py) alone, and in the others those that have drawn. A layer that begins to
-draw in another step draws from the default generator, where `Pipe` sees it at the step's end.
+functions in Python the names in their code tell whether they may. So between checked steps
+(guards.py) only layers that have drawn are looked at. A layer that begins to draw there draws from
+the default generator, and `Pipe` sees it at the step's end: its masks are left to timing once. What
+is recomputed is always looked at: other masks in its second forward would make gradients wrong.
 
 Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
 make its gradients wrong, so a draw raises there, in checked steps. Only calls from Python are seen.

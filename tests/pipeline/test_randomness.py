@@ -125,6 +125,21 @@ def test_a_layer_that_draws_later_is_found_at_the_end_of_that_step() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_recomputed_layer_that_draws_later_draws_the_same_twice() -> None:
+    layer, x = Later(), torch.ones(4, 8)
+    linear = nn.Linear(8, 1, bias=False)
+    model = cut(nn.Sequential(layer, linear, nn.Identity()), (2, 1))
+    with Pipe(model, split_size=2, recompute="always") as pipe:
+        for _ in range(3):
+            pipe.train_step(x, x, lambda y, _: y.sum(), "1f1b", 2)
+        layer.asked = True
+        linear.zero_grad()
+        loss = pipe.train_step(x, x, lambda y, _: y.sum(), "1f1b", 2)
+    assert linear.weight.grad is not None  # whose product with the weight is the loss
+    torch.testing.assert_close((linear.weight.grad * linear.weight).sum(), loss)
+
+
+@pytest.mark.filterwarnings("error")
 def test_what_draws_in_evaluation_alone_is_found_there() -> None:
     """Its first calls are checked, too, whatever training has seen."""
     with Pipe(cut(nn.Sequential(nn.Linear(8, 8), Later()), (1, 1)), split_size=2) as pipe:
