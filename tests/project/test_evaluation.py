@@ -6,6 +6,7 @@ import ctypes
 
 import psutil
 import pytest
+import torch
 
 from project.train import lay_out
 from tests.live_bytes import LiveBytes
@@ -14,6 +15,7 @@ from training.check import outputs_on_main
 from training.launch.world import World
 from training.layouts.layout import setup_of
 from training.loop import evaluate_loss
+from training.tasks.gpt2 import measured
 from training.tasks.texts import load_texts
 from training.tasks.translation import TranslationTask
 
@@ -41,6 +43,28 @@ def test_evaluation_holds_no_more_than_a_step(options: str, vocabulary: int) -> 
         outputs_on_main(world, task, model)
     peaks = validation.peak, translation.peak, outputs.peak
     assert max(peaks) <= training.peak, (training.peak, *peaks)
+
+
+def test_the_loss_is_measured_of_a_few_million_logits_at_a_time() -> None:
+    """A head that is cut holds no more in training."""
+    hidden, weight = torch.randn(4096, 8), torch.randn(4096, 8)
+    with LiveBytes() as bytes_, torch.no_grad():
+        measured(hidden, weight, torch.zeros(4096, dtype=torch.long))
+    assert bytes_.peak < 4 * 4096 * 4096  # all logits
+
+
+def test_with_recomputation_a_cache_takes_as_many_positions_as_a_micro_batch() -> None:
+    """Whose activations are fewer: sentences are translated in turn."""
+    peaks = []
+    sizes = "--n_train 64 --n_test 64 --batch_size 64 --vocab_size 400"
+    for recompute in ("never", "always"):
+        args, world = parse(f"train single {TINY} {sizes} --recompute {recompute}"), World()
+        task = TranslationTask(args, world, load_texts(args, world, translates=True))
+        model = lay_out(task, world, setup_of(args, world))
+        with LiveBytes() as translation, model.evaluating():
+            task.translated(world, model, [pair["de"] for pair in task.test_pairs])
+        peaks.append(translation.peak)
+    assert peaks[1] < 0.8 * peaks[0], peaks
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")

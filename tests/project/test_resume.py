@@ -97,8 +97,8 @@ def test_with_the_same_layout_bit_for_bit(
 
 
 def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: Learn) -> None:
-    """Bit for bit; and a resume validates what was not validated yet, once."""
-    one, where = learned("dropout"), "--num_microbatches 1 --save_every 3 --eval_every 3"
+    """Bit for bit; and a resume validates what was not validated yet, once: as a run's end does."""
+    one, where = learned("dropout"), "--num_microbatches 1 --save_every 3 --eval_every 1"
     for last in (3, 7, None):  # saved, and not validated; a step after
         printed, error = run(f"train single {one.line} {where} --resume", stop_at=last)
         assert error is None, printed
@@ -106,26 +106,28 @@ def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: L
     assert outcome(work) == outcome(one.workdir)
     lines = [numbers for numbers in read_metrics(work) if "loss" not in numbers]
     assert [(x["epoch"], x["step"], "training_loss" in x) for x in lines] == [
-        (0, 3, False), (0, 4, True), (1, 6, False), (1, 8, True),
-    ]  # fmt: skip
+        (k // 5, k, k % 4 == 0) for k in range(1, 9)
+    ]
     assert "  1.5                 " in printed  # its row of the table, in epochs
-    first, _, second, _ = (x["validation_loss"] for x in lines)
-    assert within_epochs(work) == {0.75: first, 1.5: second}
+    losses = {x["step"] / 4: x["validation_loss"] for x in lines}
+    assert within_epochs(work) == {k: loss for k, loss in losses.items() if k % 1}
+    run(f"train single {one.line} --workdir short --num_batches 3")
+    assert summary("short")["validation_loss"] == losses[0.75]
 
 
 def test_the_checkpoint_with_the_lowest_validation_loss_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also through a resume; of those that are saved, and that have a loss."""
-    losses = iter([0.1, 3.0, 2.0, 5.0, 4.0, 5.0])  # after each step
+    losses = iter([0.1, 3.0, 2.5, 5.0, 2.0, 5.0, 4.0])  # after each step
     monkeypatch.setattr("training.loop.evaluate_loss", lambda *_: (next(losses), 0.0))
     line = f"train single {TINY} --n_test 1 --keep 1 --keep_best --save_every 1 --eval_every 1 "
-    run(line + "--num_batches 6", stop_at=2)
+    run(line + "--num_batches 7", stop_at=2)
     shutil.rmtree("work/checkpoints/000001-epoch0-step1")  # which was the best
-    for last in (4, None):
+    for last in (4, 6, None):
         assert run("train single --resume", stop_at=last)[1] is None
     kept = {path.name.partition("-")[2] for path in Path("work/checkpoints").iterdir()}
-    assert kept == {"epoch0-step3", "epoch1-step2"}
+    assert kept == {"epoch1-step1", "epoch1-step3"}
 
 
 # Each of which drops what one process does, a step or so.
@@ -235,6 +237,7 @@ def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
     """As a host with a folder of its own."""
     if rank == 1:
         patches.setattr("training.resume.newest", lambda _: (None, []))
+        patches.setattr("training.resume.options_in", lambda *_: {})
 
 
 def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -> None:
