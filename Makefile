@@ -10,7 +10,7 @@
 # make chaos   kills, stops and interrupts real runs, and checks what is left (30 minutes)
 # make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
-# make mutants breaks one line at a time, some 500, and checks that a test sees each
+# make mutants breaks one line at a time, some 900, and checks that a test sees each
 # make docs    the site: pages of docs/, the tutorial and all docstrings, with search, in build/site
 # make clean   removes what report, figures, bench, test and docs made, by name; workdir/, where `make train` and your own
 #              runs are, stays, and so does .venv

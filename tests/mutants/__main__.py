@@ -1,6 +1,6 @@
 """Breaks one line at a time in a copy of the project, and runs the tests that must turn red.
 
-    python -m tests.mutants                     all of them, two at a time
+    python -m tests.mutants                     all of them, four at a time: many wait
     python -m tests.mutants --only loop.py      those whose file, text or place has these words
 
 First the tests run in the copy as it is. Then, for each mutant of the table (tests/mutants/
@@ -148,7 +148,7 @@ def main() -> int:
     )  # fmt: skip
     add = parser.add_argument
     add("--only", action="append", metavar="WORDS", help="may be given repeatedly")
-    add("--jobs", type=int, default=2, help="at a time (default 2)")
+    add("--jobs", type=int, default=4, help="at a time (default 4)")
     args = parser.parse_args()
     chosen = [m for m in mutants() if not args.only or any(o in m.said() for o in args.only)]
     if not chosen:
