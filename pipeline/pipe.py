@@ -101,8 +101,7 @@ class Pipe(nn.Module):
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
         self._waiting = WeightsMayWait(self.partitions)
-        # Of `train_step` and `forward`, in training and in evaluation, where other layers draw.
-        self._calls: Counter[bool] = Counter()
+        self._calls = Counter[Any]()  # by what is in training: elsewhere other layers draw
         self._drawing = set[int]()  # layers, by number
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
@@ -226,10 +225,9 @@ class Pipe(nn.Module):
         if not torch.equal(torch.get_rng_state(), before):
             self._calls.clear()  # the next two are checked
             warnings.warn(
-                "while the stages ran, torch's default generator was used: by a layer that drew "
-                "nothing in earlier steps, by compiled code, or by another thread. What the seed "
-                "decides in other steps was left to timing in this one. The next two look at each "
-                "layer again, and find those that draw",
+                "while the stages ran, torch's default generator was used, by a layer that drew "
+                "nothing before, by compiled code or by another thread: what was drawn depends on "
+                "timing. The next two calls look for layers that draw now",
                 stacklevel=4,
             )
 
@@ -289,9 +287,10 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
-        self._calls[self.training] += 1
+        flags = tuple(m.training for m in self.modules())
+        self._calls[flags] += 1
         return new_stages(
             parts, dict(enumerate(self.devices)), partial(OfThread, drawing=self._drawing),
-            self._uncalled, self._calls[self.training] - 1, recompute=self.recompute,
-            num_microbatches=num_microbatches,
+            self._uncalled, self._calls[flags] - 1,
+            recompute=self.recompute, num_microbatches=num_microbatches,
         )  # fmt: skip

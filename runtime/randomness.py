@@ -48,7 +48,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,19 +117,10 @@ class OfThread(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if not _may_draw(func) or (func is attention and not _dropout_of(*args, **kwargs)):
+        if not _may_draw(func):
             return func(*args, **kwargs)
         with _Kernels(self.generator, self._note):
             return func(*args, **kwargs)
-
-
-def _dropout_of(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any,
-    **__: Any,
-) -> float:  # fmt: skip
-    """That of a call of `attention`, which runs many kernels."""
-    del query, key, value, attn_mask
-    return dropout_p
 
 
 class _Kernels(TorchDispatchMode):
