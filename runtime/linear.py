@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -279,14 +279,20 @@ class WeightsMayWait:
     changes no result, and no name, and nothing outside.
 
     For one thread at a time; but others may compute with the modules.
+
+    Args:
+        others: forwards for other classes, by their names.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], others: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        by_class = {**_LINEAR, **(others or {})}
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         for m in dict.fromkeys(m for module in modules for m in module.modules()):
             name = f"{type(m).__module__}.{type(m).__qualname__}"
-            if name in _LINEAR:
-                self._forwards.append((vars(m), partial(_LINEAR[name], m)))
+            if name in by_class:
+                self._forwards.append((vars(m), partial(by_class[name], m)))
         self._changed: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
