@@ -203,6 +203,8 @@ def _blocks_of_documents(
         positions: of every rank.
         starts: of the documents of this rank's positions, [B, T]. The host reads them.
     """
+    if not len(starts):
+        return  # no example: no row has a first and a last start
     queries, keys = positions[rank].tolist(), positions[owner].tolist()
     first, last = starts.amin(0).tolist(), starts.amax(0).tolist()  # over the rows; they ascend
     half, T = len(queries) // 2, len(queries)

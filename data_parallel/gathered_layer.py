@@ -122,12 +122,18 @@ class GatheredLayer:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
             ValueError: the layer writes to a parameter, or returns tensors that share memory;
-                or a parameter has a hook on its gradient.
+                or a parameter has a hook on its gradient, or was frozen or unfrozen meanwhile.
         """
-        if checked and torch.is_grad_enabled():
-            for u in self.units:
-                names = (entry.name for entry in u.unit.entries)
-                refuse_gradient_hooks(zip(names, u.empty, strict=True), NO_HOOKS)
+        for u in self.units if torch.is_grad_enabled() else ():
+            named = [*zip((entry.name for entry in u.unit.entries), u.empty, strict=True)]
+            if checked:
+                refuse_gradient_hooks(named, NO_HOOKS)
+            for name, p in named:  # what the modules have between the passes
+                if p.requires_grad != u.unit.trainable:
+                    raise ValueError(
+                        f"{name} was {'frozen' if u.unit.trainable else 'unfrozen'} after it was "
+                        "sharded, with what is trained alike: shard the layers anew"
+                    )
         graph = LayerGraph(self.device)
         checkpoint = self.checkpoint and torch.is_grad_enabled()
         run = partial(self._run, graph, checkpoint, checked)

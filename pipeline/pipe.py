@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
 from runtime.linear import WeightsMayWait
-from runtime.randomness import OfThread
+from runtime.randomness import FAST_PATHS, OfThread
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 
@@ -100,7 +100,7 @@ class Pipe(nn.Module):
         cut = _split_module(module) if sizes is None else split_by_sizes(module, sizes)
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
-        self._waiting = WeightsMayWait(self.partitions)
+        self._forwards = WeightsMayWait(self.partitions, FAST_PATHS)
         self._calls = Counter[Any]()  # by what is in training: elsewhere other layers draw
         self._drawing = set[int]()  # layers, by number
         self._crew = Crew(self.devices)
@@ -220,7 +220,7 @@ class Pipe(nn.Module):
             by_worker.setdefault(self._workers[action.stage], []).append(action)
         jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
         before = torch.get_rng_state()
-        with self._waiting:
+        with self._forwards:
             self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
         if not torch.equal(torch.get_rng_state(), before):
             self._calls.clear()  # the next two are checked

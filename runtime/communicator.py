@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,12 @@ Started = tuple[Callable[..., object], Finish]
 
 
 class StartedSum(NamedTuple):
-    """A sum of `x` that is not finished: `sent` and its `work`, or all ranks' memory, `by_rank`."""
+    """A sum of `x` that is not finished: what waits for it, and `sent`, or all ranks' memory,
+    `by_rank`."""
 
     x: Tensor
+    wait: Callable[[], object]
     sent: Tensor | None = None
-    work: Any = None
     by_rank: Sequence[Tensor] = ()
 
 
@@ -259,12 +260,13 @@ class Communicator:
         """Begins to replace a flat tensor from `keep` by its sum over the ranks; see `finish_sum`.
         Call that once for each, in the order of the starts."""
         if self.size == 1:
-            return StartedSum(x)
+            return StartedSum(x, lambda: None)
         memory = self._memory_of(x.device)
         if memory is not None:
-            return StartedSum(x, by_rank=memory.share("sum", x))
+            by_rank, wait = memory.share("sum", x)
+            return StartedSum(x, wait, by_rank=by_rank)
         sent = x.to(self.comm_dtype or x.dtype)
-        return StartedSum(x, sent, dist.all_reduce(sent, **self._options))
+        return StartedSum(x, dist.all_reduce(sent, **self._options).wait, sent)
 
     def finish_sum(self, started: StartedSum, divisor: int = 1) -> None:
         """Waits for a sum, and divides it. All may read it after the next `barrier`.
@@ -276,15 +278,14 @@ class Communicator:
 
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
-        x, sent, work, by_rank = started
+        x, wait, sent, by_rank = started
+        wait()
         if sent is not None:
-            work.wait()
             if sent is not x:
                 x.copy_(sent)
             if divisor > 1:
                 x.div_(divisor)
         elif by_rank:
-            cast(SharedMemory, self._memory).wait()
             begin, end = (len(x) * r // self.size for r in (self.rank, self.rank + 1))
             parts = (y[begin:end].split(ELEMENTS_AT_ONCE) for y in by_rank)
             for terms in zip(*parts, strict=True):  # what stays in cache
@@ -325,8 +326,7 @@ class Communicator:
         """
         memory = self._memory_of(device)
         if memory is not None:
-            memory.announce("barrier", number)
-            memory.wait()
+            memory.announce("barrier", number)()
         elif number is not None:
             said = torch.tensor([number, -number], device=control_device(self.group, device))
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
@@ -377,11 +377,11 @@ class Communicator:
 
             return receive
         with acting(self.recorder, kind):  # nothing happens until the end
-            by_rank = memory.share(kind, x, lengths)
+            by_rank, ready = memory.share(kind, x, lengths)
 
         def finish() -> Tensor:
             with acting(self.recorder, kind):
-                memory.wait()
+                ready()
                 return read(by_rank)
 
         return finish

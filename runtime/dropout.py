@@ -116,7 +116,7 @@ def attention(
     if starts is not None:
         at = torch.arange(T, device=q.device)
         starts = starts_at(starts, at)
-        fixed = T <= SHORT or q.device.type != "cpu" or torch.compiler.is_compiling()
+        fixed = T <= SHORT or not len(q) or q.device.type != "cpu" or torch.compiler.is_compiling()
         if p == 0 and not fixed:
             return in_stretches(q, k, v, starts)
         mask = seen(starts, at, at)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -51,9 +51,6 @@ from torch.nn import functional as F
 
 from runtime.graph import Gradients
 from runtime.sums import narrowed
-
-# Layers that compute x w + b and nothing else, and whether their weight is transposed.
-_LINEAR = {"torch.nn.modules.linear.Linear": True, "transformers.pytorch_utils.Conv1D": False}
 
 
 class AroundProduct(NamedTuple):
@@ -244,7 +241,7 @@ def linear(
 ) -> Tensor:
     """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
     parameters for later. (Not if x is a single vector, the numbers are complex, the weight is no
-    parameter, or torch.func differentiates.)
+    parameter, the bias is spread over several features, or torch.func differentiates.)
 
     Args:
         weight: [K, N]; `transposed`: [N, K].
@@ -282,14 +279,20 @@ class WeightsMayWait:
     changes no result, and no name, and nothing outside.
 
     For one thread at a time; but others may compute with the modules.
+
+    Args:
+        others: forwards for other classes, by their names.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], others: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        by_class = {**_LINEAR, **(others or {})}
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         for m in dict.fromkeys(m for module in modules for m in module.modules()):
             name = f"{type(m).__module__}.{type(m).__qualname__}"
-            if name in _LINEAR:
-                self._forwards.append((vars(m), partial(_forward, m, _LINEAR[name])))
+            if name in by_class:
+                self._forwards.append((vars(m), partial(by_class[name], m)))
         self._changed: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
@@ -303,8 +306,19 @@ class WeightsMayWait:
             del self._changed.pop()["forward"]
 
 
-def _forward(module: Any, transposed: bool, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, transposed)
+def _as_linear(module: Any, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias, transposed=True)
+
+
+def _as_conv1d(module: Any, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+# Layers that compute x w + b and nothing else. What they are given may be given by its name.
+_LINEAR = {
+    "torch.nn.modules.linear.Linear": _as_linear,
+    "transformers.pytorch_utils.Conv1D": _as_conv1d,
+}
 
 
 def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | None:
@@ -314,11 +328,17 @@ def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | 
         and isinstance(weight, nn.Parameter)
         and weight.requires_grad
         and not weight.is_complex()
-        and (bias is None or isinstance(bias, nn.Parameter) or not bias.requires_grad)
+        and (bias is None or _may_wait(bias, weight, x))
         and torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
     )
     return _thread.later if may_wait else None
+
+
+def _may_wait(bias: Tensor, weight: Tensor, x: Tensor) -> bool:
+    """Whether a bias has a number for each feature out, and is a parameter if it is trained."""
+    one_each = bias.dim() == weight.dim() - 1 and bias.numel() * x.size(-1) == weight.numel()
+    return one_each and (isinstance(bias, nn.Parameter) or not bias.requires_grad)
 
 
 class _Multiplied(torch.autograd.Function):
@@ -391,6 +411,9 @@ def _add(totals: Gradients, new: Gradients) -> None:
     (Autograd hands the same tensor to both terms of a sum.) A total has its parameter's strides.
     """
     known = [p for p in new if p in totals]
+    for p in known:
+        if totals[p].is_sparse and not new[p].is_sparse:  # a table, this time used as a whole, too
+            totals[p] = torch.zeros_like(p.detach()).add_(totals[p])
     if known:
         torch._foreach_add_([totals[p] for p in known], [new[p] for p in known])
     for p, gradient in new.items():

@@ -31,6 +31,10 @@ functions in Python the names in their code tell whether they may. So between ch
 the default generator, and `Pipe` sees it at the step's end: its masks are left to timing once. What
 is recomputed is always looked at: other masks in its second forward would make gradients wrong.
 
+Where a mode is on, torch's own transformer layers do not take the fast path that they take in
+evaluation. It draws nothing, so there the mode is off (`FAST_PATHS`), whether a step is checked or
+not: the fast path leaves padded positions 0, and the other one does not.
+
 Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
 make its gradients wrong, so a draw raises there, in checked steps. Only calls from Python are seen.
 
@@ -46,7 +50,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -188,6 +192,23 @@ def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
             seen.add(inner)
             names |= _names_in(inner, seen)
     return names
+
+
+def _out_of_sight(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module's own forward, without a mode where it draws nothing."""
+    may_draw = (m.training or not m.__module__.startswith("torch.nn.") for m in module.modules())
+    with nullcontext() if any(may_draw) else torch._C.DisableTorchFunction():
+        return type(module).forward(module, *args, **kwargs)
+
+
+# Forwards by which transformer layers of torch take their fast paths, looked at or not.
+FAST_PATHS = {
+    f"torch.nn.modules.{name}": _out_of_sight
+    for name in (
+        "activation.MultiheadAttention", "transformer.TransformerEncoder",
+        "transformer.TransformerEncoderLayer",
+    )
+}  # fmt: skip
 
 
 @contextmanager

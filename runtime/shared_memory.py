@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from math import prod
@@ -88,9 +89,9 @@ class SharedMemory:
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
         self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
-        # Announcements that are not waited for: what was said, and memory: what all have read by
-        # then, and what they read in this call.
-        self._announced: deque[tuple[bytes, list[Tensor], Tensor | None]] = deque()
+        # Announcements that are not waited for: the turn, what was said, and memory: what all have
+        # read by then, and what they read in this call.
+        self._announced: deque[tuple[int, bytes, list[Tensor], Tensor | None]] = deque()
         self._done: list[Tensor] = []  # memory that this rank has read in all ranks
         for file in chain(*(ends.values() for ends in (self.files, self.inboxes, self.outboxes))):
             weakref.finalize(self, os.close, file)
@@ -130,9 +131,9 @@ class SharedMemory:
                 files[r], outboxes[r] = descriptors
         return cls(group, rank, files, inboxes, outboxes)
 
-    def announce(self, *call: object, read: Tensor | None = None) -> None:
+    def announce(self, *call: object, read: Tensor | None = None) -> Wait:
         """Tells all ranks that this one has written its memory, and in which call: its kind, size,
-        type. Then call `wait` once, in the order of the announcements.
+        type. Returns what waits until all have said the same.
 
         Args:
             read: memory that the others read in this call, and that this rank then gives back.
@@ -145,26 +146,29 @@ class SharedMemory:
         said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
         for rank, outbox in self.outboxes.items():
             self._poll(rank, outbox, select.POLLOUT)
-            with suppress(BrokenPipeError):  # it has ended: `wait` says so
+            with suppress(BrokenPipeError):  # it has ended: waiting says so
                 os.write(outbox, said)
         done, self._done = self._done, []
-        self._announced.append((said, done, read))
+        self._announced.append((self._turn, said, done, read))
+        return partial(self._wait, self._turn)
 
-    def wait(self) -> None:
-        """Waits until all ranks have made the oldest announcement of this one that was not waited
-        for. Each has then read what it needed before.
+    def _wait(self, turn: int) -> None:
+        """Waits until all ranks have made the announcement of this turn. Each has then read what it
+        needed before. Older ones that nobody has waited for, since their calls ended with an error,
+        come first in the pipes, and are not mistaken for this one.
 
         Raises:
             dist.DistError: a rank has ended, or is silent for longer than the group waits.
             RuntimeError: the ranks make different calls, so their memory must not be used.
         """
-        said, done, read = self._announced.popleft()
-        heard = {self._hear(r) for r in self.inboxes}  # of all, though one differs
-        require_agreement(heard <= {said})
-        for memory in done:
-            self.pool.give(memory)
-        if read is not None:
-            self._done.append(read)
+        while self._announced and self._announced[0][0] <= turn:
+            _, said, done, read = self._announced.popleft()
+            heard = {self._hear(r) for r in self.inboxes}  # of all, though one differs
+            require_agreement(heard <= {said})
+            for memory in done:
+                self.pool.give(memory)
+            if read is not None:
+                self._done.append(read)
 
     def _poll(self, rank: int, pipe: int, event: int) -> None:
         """Waits until a pipe from or to a rank can be read or written."""
@@ -188,7 +192,9 @@ class SharedMemory:
         start, self._taken = self._taken, self._taken + aligned(numel * dtype.itemsize)
         return self._view(self.rank, start, numel, dtype)
 
-    def share(self, kind: str, x: Tensor, lengths: Sequence[Sequence[int]] = ()) -> list[Tensor]:
+    def share(
+        self, kind: str, x: Tensor, lengths: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[Tensor], Wait]:
         """Lets the others read `x`: where it lies, if that is in this memory, otherwise a copy.
 
         Args:
@@ -196,8 +202,8 @@ class SharedMemory:
             lengths: by sender and receiver, the number of rows, if ranks share different numbers.
 
         Returns:
-            All ranks' tensors, by rank: to be read after the call of `wait` for this exchange, and
-            before another exchange starts. Memory of the pool goes back when all have read it.
+            All ranks' tensors, by rank, and what waits for them: to be read after that, and before
+            another exchange starts. Memory of the pool goes back when all have read it.
         """
         shapes = [(sum(row), *x.shape[1:]) for row in lengths] or [tuple(x.shape)] * len(self.maps)
         own = x if self._has(x) else self.pool.take(max(1, *map(prod, shapes)), x.dtype)
@@ -205,8 +211,7 @@ class SharedMemory:
         views = [self._view(r, begin, prod(s), x.dtype).view(s) for r, s in enumerate(shapes)]
         if own is not x:
             views[self.rank].copy_(x)
-        self.announce(kind, begin, lengths, shapes[0], x.dtype, read=own)
-        return views
+        return views, self.announce(kind, begin, lengths, shapes[0], x.dtype, read=own)
 
     def copy_from(self, rank: int, x: Tensor, into: Tensor) -> None:
         """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy

@@ -49,7 +49,7 @@ SEQUENCE = 1  # the dimension of positions
 class _CutLayer(nn.Module):
     """A layer whose `weight` is cut over the `ranks`."""
 
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class RowParallelLinear(_CutLayer):
 
     Args:
         weight: [K/t, N], this rank's rows.
-        bias: [N], the same on all ranks.
+        bias: [N], the same on all ranks; or None.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight)
-        return self.summed(y) + self.bias  # after the sum: once, not once per rank
+        y = self.summed(linear(x, self.weight))
+        return y if self.bias is None else y + self.bias  # after the sum: once, not once per rank
 
 
 class VocabularyParallelEmbedding(_CutLayer):

@@ -105,6 +105,19 @@ class Empty(nn.Module):
         return x - F.linear(F.linear(x, self.none), self.all, self.bias)
 
 
+class Spread(nn.Module):
+    """Biases that are spread over features and rows, and an input that is given by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.row = linear(), linear()
+        self.one.bias = nn.Parameter(torch.ones(1))
+        self.row.bias = nn.Parameter(torch.rand(1, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row(input=self.one(x).tanh())
+
+
 class LookUp(nn.Module):
     """Its weight's gradient is sparse."""
 
@@ -114,6 +127,20 @@ class LookUp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.table((x.sum(-1) > 0).long())
+
+
+class SometimesWhole(nn.Module):
+    """The gradients of its tables are sparse or dense, as the micro-batch has it, one so and one
+    otherwise. Their rows are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Embedding(5, FEATURES, sparse=True) for _ in "12")
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.sum(-1) > 0).long()
+        table, matrix = (self.one, self.other) if x.sum() > 0 else (self.other, self.one)
+        return x * table(ids) * (F.one_hot(ids, 5).to(x.dtype) @ matrix.weight)
 
 
 def sparse_and_tied() -> list[nn.Module]:
@@ -172,8 +199,10 @@ ODD: Mapping[str, Callable[[], list[nn.Module]]] = {
     "torch.func": lambda: [Transforms(), nn.Tanh(), Transforms()],
     "complex weights": lambda: [Complex(), nn.Tanh(), Complex()],
     "a weight of one dimension": lambda: [Dot(), nn.Tanh(), Dot()],
+    "spread biases, and names": lambda: [Spread(), nn.Tanh(), Spread()],
     "no features": lambda: [linear(), Empty(bias=True), Empty(bias=False), linear()],
     "a sparse embedding, twice": lambda: [LookUp(), linear(), LookUp()],
+    "a sparse embedding, at times whole": lambda: [SometimesWhole(), linear()],
     "a sparse embedding, tied": sparse_and_tied,
     "parametrizations": lambda: [parametrizations.weight_norm(linear()) for _ in "1234"],
     "a backward of its own": lambda: [linear(), Call(Reverse.apply), linear()],

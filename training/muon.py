@@ -208,8 +208,20 @@ class Muon(torch.optim.Optimizer):
         super().__init__([own, *others], {"lr": lr})
         # Of the same groups, whose rates are set here, and with the same state.
         self._adamw = torch.optim.AdamW(self.param_groups[1:], lr, fused=True)
-        self._adamw.state = self.state
         self._dtype = dtype
+        self._held: list[tuple[Any, dict[Piece, Slices]]] | None = None  # until `arrange`
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "Muon can be neither copied nor pickled, since ranks have dealt its matrices out: make "
+            "one of the copied parameters, and load this one's state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One of AdamW's."""
+        super().add_param_group(param_group)
+        if "_adamw" in vars(self):  # else the groups are still being made
+            self._adamw.add_param_group(self.param_groups[-1])
 
     def arrange(self, held: Iterable[Any], device: torch.device, ranks: Any = None) -> None:
         """Deals the matrices out, by what each rank holds of them.
@@ -245,8 +257,12 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """An update; all ranks call it together."""
+        """An update; all ranks call it together. Raises RuntimeError before `arrange`."""
         assert closure is None
+        if self._held is None:
+            raise RuntimeError("call arrange() before the first step: it deals the matrices out")
+        # `load_state_dict` has made new ones.
+        self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         group = self.param_groups[0]
         directions = {p: self._direction(p, group["momentum"]) for p in group["params"]}
         values = {

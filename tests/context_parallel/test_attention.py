@@ -16,6 +16,7 @@ from context_parallel.heads import Heads
 from context_parallel.positions import zigzag
 from context_parallel.ring import Ring
 from runtime.communicator import Communicator
+from runtime.documents import SHORT
 from runtime.dropout import attention
 from tests.ranks import Ranks, nan_in_new_memory
 from tests.remote import on_ranks
@@ -276,6 +277,18 @@ def test_one_rank_is_a_group_too_whatever_the_strides(way: str, p: float) -> Non
     found = results(WAYS[way](Communicator()), [*apart, d], p)
     for one, other in zip(found, results(attention, [q, k, v, d], p), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+@on_ranks(2)
+def test_ranks_without_examples_take_part(_rank: int, _size: int) -> None:
+    """Also within documents, in rows that a CPU cuts into stretches, and in short ones."""
+    ranks = Communicator(dist.group.WORLD)
+    for attend in (attention, *(way(ranks) for way in WAYS.values())):
+        for length in (8, SHORT + 2):
+            x = shape_of(0, 2, length, 8).requires_grad_()
+            for starts in (None, torch.zeros(0, length, dtype=torch.long)):
+                attend(x, x, x, None, 0.0, None, 7, starts=starts).sum().backward()
+            assert x.grad is not None and x.grad.shape == (0, 2, length, 8)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

@@ -47,6 +47,22 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) 
             DistributedDataParallel(net)
 
 
+@on_ranks(2)
+def test_what_is_unfrozen_later_is_refused(_rank: int, _world: int) -> None:
+    """What is frozen later has no gradient, and is left out."""
+    ddp: Any = DistributedDataParallel(_net(0))
+    for frozen in (False, True):
+        ddp.module[0].weight.requires_grad_(not frozen)
+        ddp.zero_grad()
+        ddp(torch.rand(3, 6)).sum().backward()
+        ddp.average_gradients()
+        assert (ddp.module[0].weight.grad is None) == frozen
+    ddp.module[0].bias.requires_grad_()
+    ddp(torch.rand(3, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"^0\.bias was unfrozen after it was wrapped, .* anew"):
+        ddp.average_gradients()
+
+
 @pytest.mark.parametrize("share", [True, False])
 @on_ranks(2)
 def test_a_copy_of_what_is_inside_is_wrapped_and_averages(

@@ -269,6 +269,16 @@ def test_mistakes(_: int, _world: int) -> None:
     fsdp.layers[0].module.weight.register_hook(lambda g: g * 2)
     with pytest.raises(ValueError, match=of_a_hook):
         fsdp.forward(x)
+    for key, way in (("weight", "frozen"), ("bias", "unfrozen")):
+        half = nn.Linear(2, 2)
+        half.bias.requires_grad_(False)
+        fsdp = make(half)
+        for _ in range(3):  # so that no step is checked any more
+            fsdp.train_step([x], [None], lambda y, _: y.sum())
+            fsdp.optimizer_step()
+        getattr(fsdp.layers[0].module, key).requires_grad_(way == "unfrozen")
+        with pytest.raises(ValueError, match=rf"^0\.{key} was {way} after it was sharded, .* anew"):
+            fsdp.forward(x)
 
 
 @on_ranks(2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from runtime.communicator import Communicator
@@ -22,7 +24,7 @@ def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
     """Sums of many sizes, the later ones larger than the first memory; of 16-bit numbers; and each
     call along a dimension in the middle."""
     with processes.sharing(share):
-        return _calls(Communicator(torch.distributed.group.WORLD))
+        return _calls(Communicator(dist.group.WORLD))
 
 
 def _calls(mine: Communicator) -> list[Tensor]:
@@ -57,7 +59,7 @@ def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: b
 def test_a_sum_of_any_shape(rank: int, _: int, share: bool) -> None:
     """One number without a dimension, none at all, and a matrix that does not lie row by row."""
     with processes.sharing(share):
-        mine = Communicator(torch.distributed.group.WORLD)
+        mine = Communicator(dist.group.WORLD)
         for x in (torch.tensor(3.0), torch.empty(0, 2), torch.arange(6.0).view(2, 3).t()):
             assert mine.all_reduce(x * (1 + rank)).equal(3 * x)
 
@@ -70,7 +72,7 @@ def _in_place(rank: int, size: int, way: str) -> list[Tensor]:
         processes.sharing(way == "memory"),
         patch("runtime.communicator.dist.get_backend", lambda _: backend),
     ):
-        mine = Communicator(torch.distributed.group.WORLD)
+        mine = Communicator(dist.group.WORLD)
         for accumulate in (False, True, True):
             whole = mine.take(2 * size, torch.float32, cpu)
             whole.copy_(torch.arange(2.0 * size) * 10**rank)
@@ -96,7 +98,7 @@ def test_a_sum_that_cannot_be_scattered_evenly_is_refused(
 ) -> None:
     """Two of two columns for three ranks: their rows together can be divided by three."""
     with processes.sharing(share), pytest.raises(ValueError, match="is not a multiple of 3"):
-        Communicator(torch.distributed.group.WORLD).reduce_scatter(torch.ones(3, 4), 1)
+        Communicator(dist.group.WORLD).reduce_scatter(torch.ones(3, 4), 1)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -107,7 +109,7 @@ def test_each_rank_may_send_and_get_another_number_of_rows(
     """Rank r sends r * (q + 1) rows to rank q, so rank 0 none; then so many times as many that the
     first memory does not hold them."""
     with processes.sharing(share):
-        mine = Communicator(torch.distributed.group.WORLD)
+        mine = Communicator(dist.group.WORLD)
         for times in (1, 1 << 18):
             lengths = mine.gather_numbers(
                 [rank * (q + 1) * times for q in range(size)], RAMP.device
@@ -123,7 +125,7 @@ def test_each_rank_may_send_and_get_another_number_of_rows(
 @on_ranks(2)
 def test_memory_is_lent_again_when_all_have_read_it(rank: int, _: int) -> None:
     """The last rank reads slowly. No more than two stretches are written, in turns."""
-    mine, slow = Communicator(torch.distributed.group.WORLD), rank == 1
+    mine, slow = Communicator(dist.group.WORLD), rank == 1
 
     def read(target: Tensor, terms: list[Tensor], *_: object) -> None:
         time.sleep(0.02 * slow)
@@ -139,7 +141,7 @@ def test_memory_is_lent_again_when_all_have_read_it(rank: int, _: int) -> None:
 @on_ranks(2)
 def test_a_rank_alone_lends_its_memory_again(rank: int, size: int, share: bool) -> None:
     """As FSDP does on one rank, or for experts of which each rank has others."""
-    groups, cpu = [torch.distributed.new_group([r]) for r in range(size)], torch.device("cpu")
+    groups, cpu = [dist.new_group([r]) for r in range(size)], torch.device("cpu")
     with processes.sharing(share):
         mine, places = Communicator(groups[rank]), set[int]()
         for _ in range(3):
@@ -147,6 +149,29 @@ def test_a_rank_alone_lends_its_memory_again(rank: int, size: int, share: bool) 
             places.add(whole.data_ptr())
             assert mine.start_reduce_scatter(whole.fill_(2), 0)().unique().tolist() == [2.0]
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("share", [True, False])
+@on_ranks(2)
+def test_a_call_that_an_error_ended_is_not_taken_for_the_next(
+    rank: int, _: int, share: bool
+) -> None:
+    """As attention that runs out of memory, on all ranks, while keys travel; the caller leaves the
+    batch out. Rank 1 starts the next call when rank 0 would have been done with it."""
+    with processes.sharing(share):
+        mine, store = Communicator(dist.group.WORLD), dist.distributed_c10d._get_default_store()
+        mine.all_reduce(torch.zeros(4))
+        mine.start_all_reduce(torch.full((4,), 5.0))  # an error comes before it is finished
+        if rank == 1:
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["a sum without rank 1"], timedelta(seconds=0.3))
+        assert mine.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+        if rank == 0:
+            store.set("a sum without rank 1", "")
+        for k in range(5):
+            assert mine.all_reduce(torch.full((4,), float(k))).tolist() == [2.0 * k] * 4
+        dist.barrier()
+        store.delete_key("a sum without rank 1")
 
 
 OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
@@ -160,7 +185,7 @@ OTHER_CALLS: dict[str, Callable[[Communicator, Tensor, int], object]] = {
 @on_ranks(3)
 def test_ranks_that_make_other_calls_are_told(rank: int, _: int, what: str) -> None:
     """A tensor of another type has as many bytes."""
-    mine, x = Communicator(torch.distributed.group.WORLD), torch.ones(4)
+    mine, x = Communicator(dist.group.WORLD), torch.ones(4)
     mine.all_reduce(x)
     with pytest.raises(RuntimeError, match="the ranks diverged: all must make the same calls"):
         OTHER_CALLS[what](mine, x, rank)

@@ -26,13 +26,11 @@ def test_announcements_are_compared_in_order(rank: int, _world_size: int) -> Non
     """Twice before the first is waited for; the last one differs on rank 2. Programs take no longer
     time-out than this one."""
     memory = opened(dist.new_group(timeout=timedelta(seconds=WEEKS)))
-    for size in (-7, 1 << 60):
-        memory.announce("sum", size)
-    memory.wait()
-    memory.wait()
-    memory.announce("sum", rank == 2)
+    for wait in [memory.announce("sum", size) for size in (-7, 1 << 60)]:
+        wait()
+    wait = memory.announce("sum", rank == 2)
     with pytest.raises(RuntimeError, match="the ranks diverged"):
-        memory.wait()
+        wait()
 
 
 @on_ranks(2)
@@ -51,9 +49,9 @@ def test_a_rank_that_has_ended_is_named(rank: int, _world_size: int) -> None:
         del memory  # as its process does when it ends
         gc.collect()
     else:
-        memory.announce()
+        wait = memory.announce()
         with pytest.raises(dist.DistError, match="rank 1 of the group has ended"):
-            memory.wait()
+            wait()
     dist.barrier()
 
 
@@ -63,9 +61,9 @@ def test_a_rank_that_is_silent_is_named(rank: int, _world_size: int) -> None:
     assert memory.group is not None
     memory.group.set_timeout(timedelta(seconds=0.2))  # as the loop does after the first step
     if rank != 1:
-        memory.announce()
+        wait = memory.announce()
         with pytest.raises(dist.DistError, match=r"rank 1 of the group has been silent for 0\.2 s"):
-            memory.wait()
+            wait()
     dist.barrier()
 
 

@@ -84,6 +84,23 @@ def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(_rank: int, _worl
     assert bias.grad is not None and bias.grad.tolist() == [12.0] * 4
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(2)
+def test_a_pair_of_matrices_without_biases(_rank: int, _world: int, sequence: bool) -> None:
+    """As Llama has them: the sum over the ranks' parts of x w v."""
+    torch.manual_seed(0)
+    ranks, x = Communicator(torch.distributed.group.WORLD), torch.randn(2, 6, 8)
+    w, v = torch.randn(8, 4), torch.randn(4, 8)
+    w_here, v_here = (nn.Parameter(ranks.shard_of(t, d)) for t, d in ((w, 1), (v, 0)))
+    first, second = (
+        ColumnParallelLinear(w_here, ranks, sequence), RowParallelLinear(v_here, ranks, sequence),
+    )  # fmt: skip
+    wanted = x @ w @ v
+    if sequence:
+        x, wanted = (ranks.shard_of(t, 1) for t in (x, wanted))
+    torch.testing.assert_close(second(first(x)), wanted)
+
+
 @on_ranks(2)
 def test_exchanges_have_second_derivatives(_rank: int, _world: int) -> None:
     """Each rank has half of the sum over ranks of x^3, of which it has some: 3 x^2, then 6 x."""

@@ -4,6 +4,7 @@ one process: tests/equivalence.)"""
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,6 +120,43 @@ def test_the_work_is_dealt_out_evenly_and_to_those_that_hold_it() -> None:
     }
     crowded = owners_of([pieces(matrices), []])  # who holds all does not compute all
     assert loads(crowded) == [total / 2] * 2
+
+
+def test_all_of_it_goes_on_from_a_state_dict() -> None:
+    """AdamW's moments and rate, too, and those of a group that came later."""
+
+    def steps(of: list[nn.Parameter], muon: Muon, first: int, rate: float) -> None:
+        for group in muon.param_groups:
+            group["lr"] = rate
+        for step in range(first, first + 2):
+            for k, p in enumerate(of):
+                p.grad = torch.arange(p.numel(), dtype=p.dtype).add(k + 7 * step).sin().view_as(p)
+            muon.step()
+
+    def of(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], Muon]:
+        parameters = [nn.Parameter(value.detach().clone()) for value in values]
+        matrix, bias, later = parameters
+        muon = Muon([matrix], [{"params": [bias]}], 0.1, 0.1, 0.9, torch.float64)
+        muon.arrange([Held.whole("h.0.mlp.c_fc.weight", matrix)], CPU)
+        muon.add_param_group({"params": [later], "weight_decay": 0.5})
+        return parameters, muon
+
+    start = [torch.zeros(shape, dtype=torch.float64) for shape in ((3, 4), (5,), (2,))]
+    parameters, muon = of(start)
+    steps(parameters, muon, 0, 0.1)
+    again, other = of([p.detach() for p in parameters])
+    other.load_state_dict(deepcopy(muon.state_dict()))  # else both have one state
+    steps(parameters, muon, 2, 0.01)
+    steps(again, other, 2, 0.01)
+    assert all(map(torch.equal, again, parameters)) and all(p.all() for p in parameters)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    muon = Muon([nn.Parameter(torch.ones(2, 2))], [{"params": []}], 0.1, 0.1, 0.9, torch.float32)
+    with pytest.raises(RuntimeError, match=r"call arrange\(\) before the first step"):
+        muon.step()
+    with pytest.raises(TypeError, match=r"load this one's state_dict\(\)"):
+        deepcopy(muon)
 
 
 @on_ranks(2)
