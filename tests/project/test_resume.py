@@ -200,7 +200,7 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
     """It ended while it read its data."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run(f"train single {TINY} --num_batches 2 --seed 7")
+        run(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0")
     started = Path("work/options.json").read_bytes()
     for line in ("train single --resume", f"train single {TINY} --seed 8"):
         with monkeypatch.context() as patch, pytest.raises(UserError, match="away now"):
@@ -211,6 +211,7 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
     assert error is None
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
     assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
+    assert summary()["warmup_steps"] == 0  # by default it is 1
     before = Path("work/options.json").read_bytes()
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "load_texts", Mock(side_effect=Killed))
