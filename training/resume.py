@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from training.checkpoint import (
     newest,
     training_state,
 )
-from training.files import CHECKPOINTS, ENDED, OPTIONS
+from training.files import CHECKPOINTS, ENDED, OPTIONS, show, unused, writing
 from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import (
@@ -195,6 +195,13 @@ def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:
     return [recipe.learning_rate_at(step) for step in range(checkpoint.state["steps"])]
 
 
+def _is_of_a_run(workdir: Path) -> bool:
+    """Whether its options.json is a run's, whole, and not a user's own file or folder."""
+    with suppress(UserError):
+        return "strategy" in options_in(workdir, None)
+    return False
+
+
 @contextmanager
 def started(world: World, args: Options) -> Iterator[None]:
     """Within it, before anything is saved, --resume knows the options, unless an earlier run is in
@@ -202,6 +209,9 @@ def started(world: World, args: Options) -> Iterator[None]:
     options that were there: they are all that is left of a run without a checkpoint."""
     begins = world.is_main and not holds_run(args.workdir)
     path = args.workdir / OPTIONS
+    if begins and path.exists() and not _is_of_a_run(args.workdir):
+        with writing(path):
+            show(f"{path} is not of a run; it is now {path.rename(unused(path))}.")
     earlier = path.read_bytes() if begins and path.exists() else None
     if begins:
         write_options(args)

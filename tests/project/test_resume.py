@@ -226,10 +226,17 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
         file.unlink()
         with pytest.raises(UserError, match=f"/{name} was deleted; delete all of .*/tokens/"):
             run("train single --resume")
-    for damage in ("{", "[1]"):
+    for damage in ("{", "[1]", '{"mine": 1}'):  # the last is a user's own
+        shutil.rmtree("work")
+        Path("work").mkdir()
         Path("work/options.json").write_text(damage)
-        with pytest.raises(UserError, match=r"options\.json: .*without --resume a new"):
-            parse("train ddp --resume --workdir work")
+        if "mine" not in damage:
+            with pytest.raises(UserError, match=r"options\.json: .*without --resume a new"):
+                parse("train ddp --resume --workdir work")
+        printed, error = run(f"train single {TINY} --num_batches 1")
+        kept = Path("work/options.json_1")
+        assert (error, kept.read_text()) == (None, damage)
+        assert f"/options.json is not of a run; it is now {kept.absolute()}." in printed
 
 
 def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
