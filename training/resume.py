@@ -26,7 +26,7 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,16 +95,19 @@ class Resume:
         """Small files of the checkpoint. Only rank 0 sees its folder."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
 
-    def check_data(self, fingerprint: str) -> None:
-        """Raises UserError if the run that was saved had different training data. A checkpoint of
-        an older version, which has no fingerprint, is not compared."""
+    def check_data(self, fingerprints: Mapping[str, str]) -> None:
+        """Raises UserError if the run that was saved had different data in one of these splits. A
+        checkpoint of an older version, which has fewer fingerprints, is compared by those."""
         if self.checkpoint is None:
             return
-        if self.checkpoint.state.get("examples", fingerprint) != fingerprint:
-            raise UserError(
-                f"--resume: {self.checkpoint.folder.name} was trained on different data of the "
-                "same name; use a different --workdir to start a new run"
-            )
+        saved = self.checkpoint.state.get("examples", {})
+        saved = saved if isinstance(saved, dict) else {"train": saved}
+        for split, was in saved.items():
+            if fingerprints.get(split) != was:
+                raise UserError(
+                    f"--resume: {self.checkpoint.folder.name} had different {split} data of the "
+                    "same name; use a different --workdir to start a new run"
+                )
 
 
 NO_RESUME = Resume(None)
@@ -237,7 +240,7 @@ class Saving:
     optimizer: GlobalOptimizer
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.task.fingerprints()["train"]
+        self.fingerprints = self.task.fingerprints()
         folder = self.args.workdir / CHECKPOINTS
         if self.world.is_main:
             (self.args.workdir / ENDED).unlink(missing_ok=True)
@@ -315,7 +318,7 @@ class Saving:
             **self.optimizer.state_dict(),
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "options": options_of(self.args),
-            "examples": self.fingerprint,
+            "examples": self.fingerprints,
             "steps_per_epoch": self.task.steps_per_epoch,
             "cut": model.cut,
         }

@@ -270,10 +270,17 @@ def test_what_a_resume_may_change(made: Path) -> None:
     resume = find_resume(args)
     assert resume.checkpoint is not None
     texts, files = load_texts(args, World()), resume.files(TOKENIZER_FILES)
-    resume.check_data(TranslationTask(args, World(), texts, files).fingerprints()["train"])
-    other = f"--resume: {NAME} was trained on different data of the same name; use "
-    with pytest.raises(UserError, match=f"^{other}"):
-        resume.check_data("other")
+    data = TranslationTask(args, World(), texts, files).fingerprints()
+    assert [*data] == ["train", "validation", "test"]
+    resume.check_data(data)
+    for split in data:
+        other = f"--resume: {NAME} had different {split} data of the same name; use "
+        with pytest.raises(UserError, match=f"^{other}"):
+            resume.check_data(data | {split: "other"})
+    resume.checkpoint.state["examples"] = data["train"]  # of the version before
+    resume.check_data(data | {"test": "other"})
+    with pytest.raises(UserError, match="had different train data"):
+        resume.check_data(data | {"train": "other"})
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
