@@ -20,6 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.cores import core_slice
+from training.checkpoint import names as checkpoints_in
+from training.files import CHECKPOINTS
 from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
 from training.launch.world import choose_device
 from training.options import VGG, O, Options, spelt
@@ -149,7 +151,9 @@ def rules(args: Options) -> Iterator[Rule]:
     if args.gradient_sync != "overlap":
         rule = "only --gradient_sync overlap has buckets"
         yield from without_effect(args, "bucket_mb comm_dtype", rule, LEAVE)
-    if args.tokenizer and args.model in PRESETS:
+    # A resume takes the checkpoint's: the folder may be gone.
+    in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
+    if args.tokenizer and args.model in PRESETS and not in_checkpoint:
         n = size_of_tokenizer(args.tokenizer)
         yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
                f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip

@@ -166,7 +166,9 @@ def find_resume(args: Options) -> Resume:
     elif checkpoint and args.lr_scheduler != "constant":  # a decay depends on the run's length
         fixed |= LENGTH
     # What an older version has not saved is no difference.
-    differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
+    differ = [
+        key for key in now if key in fixed and not _alike(key, now[key], was.get(key, now[key]))
+    ]
     if differ:
         here = " ".join(spelt(key, now[key]) for key in differ)
         there = ", ".join(spelt(key, was[key]) for key in differ)
@@ -190,6 +192,14 @@ def find_resume(args: Options) -> Resume:
     if total == done:
         notes.append("Nothing is left to train.")
     return Resume(checkpoint, tuple(notes))
+
+
+def _alike(option: str, now: Any, was: Any) -> bool:
+    """Whether two values of an option decide alike. A folder or file may have moved, and so may its
+    path: what is in it is compared (`check_data`), and the tokenizer is the checkpoint's."""
+    if option in ("dataset", "tokenizer") and now and was:
+        return Path(now).absolute().name == Path(was).absolute().name
+    return bool(now == was)
 
 
 def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:

@@ -16,7 +16,7 @@ import torch
 
 from project import train
 from project.figures.epochs import within_epochs
-from tests.project.conftest import Learn, WorldOf
+from tests.project.conftest import Learn, WorldOf, write_pairs
 from tests.project.programs import (
     FLOW,
     TINY,
@@ -36,6 +36,7 @@ from training.loop import seed_step
 from training.optimization import Recipe
 from training.results import read_metrics
 from training.resume import find_resume
+from training.tasks.tokens import TOKENIZER_FILES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -188,6 +189,27 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     assert error is None, printed
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
+
+
+def test_data_and_a_tokenizer_may_have_moved() -> None:
+    """As on a disk of each job. What is in the files is compared, and the tokenizer is the
+    checkpoint's."""
+    write_pairs(Path("own"))
+    run(f"train single {TINY} --num_batches 1")
+    Path("bpe").mkdir()
+    for name in TOKENIZER_FILES:
+        Path("work", name).rename(Path("bpe", name))
+    _, error = run(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
+    assert error is None
+    shutil.rmtree("bpe")
+    Path("job_2").mkdir()
+    Path("own").rename("job_2/own")
+    for n, dataset in enumerate(("job_2/own", Path("job_2/own").absolute(), "job_2/own/"), 3):
+        printed, error = run(f"train single --resume --num_batches {n} --dataset {dataset}")
+        assert error is None and f": {n - 1} steps done." in printed
+    Path("job_2/own").rename("other")
+    with pytest.raises(UserError, match=r"^--dataset other with --resume: 000004-"):
+        run("train single --resume --dataset other")
 
 
 class Killed(BaseException):
