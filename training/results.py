@@ -302,13 +302,18 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
-    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
-    is a number, in their order. Lines of steps, a thousand times as many, are not parsed."""
+def evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of evaluations in metrics.jsonl; those after an epoch have a `training_loss`. Lines
+    of steps, a thousand times as many, are not parsed."""
     path = workdir / METRICS
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = map(json.loads, (line for line in text.splitlines() if '"validation_loss"' in line))
-    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in lines]
+    return [json.loads(line) for line in text.splitlines() if '"validation_loss"' in line]
+
+
+def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
+    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
+    is a number, in their order."""
+    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in evaluations(workdir)]
     return [entry for entry in found if entry[2] is not None]
 
 

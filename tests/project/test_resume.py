@@ -112,6 +112,9 @@ def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: L
     assert "  1.5                 " in printed  # its row of the table, in epochs
     first, _, second, _ = (x["validation_loss"] for x in lines)
     assert within_epochs(work) == {0.75: first, 1.5: second}
+    text = (work / "metrics.jsonl").read_text()
+    (work / "metrics.jsonl").write_text(text[: text.index('"step": 8')].rpartition("{")[0])
+    assert within_epochs(work) == {0.75: first, 1.5: second}  # the second has not ended
 
 
 def test_the_checkpoint_with_the_lowest_validation_loss_stays(
