@@ -51,6 +51,7 @@ from planning.order import RankTimes
 from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
 from training.launch.errors import UserError, counted, refuse, say
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import count, flag
 
 BAR = 30  # characters of a whole bar
@@ -294,4 +295,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
+    set_handlers(ENDING_SIGNALS, end_process)  # as does Ctrl-C
     main()

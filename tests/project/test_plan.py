@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
@@ -13,6 +14,8 @@ from planning.describe import MACHINES
 from project import plot
 from project.plan import main
 from tests.project.conftest import Refusal
+from tests.project.programs import ROOT
+from tests.warm import Terminal
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,16 @@ def test_this_computer_is_a_machine(said: Said, monkeypatch: pytest.MonkeyPatch)
     )
     found = said("predict --model gpt2-mini --batch_size 8 --machine this --network ethernet-10")
     assert "of 5.0 GiB can be used." in found
+
+
+def test_ctrl_c_ends_a_measurement_without_a_traceback(tmp_path: Path) -> None:
+    words = "search --model gpt2-mini --batch_size 8 --machine this"
+    terminal = Terminal([str(ROOT / "project/plan.py"), *words.split()], tmp_path)
+    terminal.until("a minute")
+    terminal.type("\x03")
+    terminal.until(None)
+    assert terminal.process.exitcode == 128 + signal.SIGINT
+    assert "Traceback" not in terminal.text
 
 
 def test_no_command_is_printed_if_train_lacks_an_option(said: Said) -> None:
