@@ -100,8 +100,9 @@ class Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """A line of an @FILE: words as in a shell; # begins a comment."""
-        return shlex.split(arg_line, comments=True)
+        """A line of an @FILE: words as in a shell; # begins a comment. The first may begin with a
+        byte-order mark, of an editor on Windows."""
+        return shlex.split(arg_line.removeprefix("\ufeff"), comments=True)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option has its first name, and stands before what is said of it."""

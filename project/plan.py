@@ -51,6 +51,7 @@ from planning.order import RankTimes
 from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
 from training.launch.errors import UserError, counted, refuse, say
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import count, flag
 
 BAR = 30  # characters of a whole bar
@@ -132,8 +133,7 @@ def add_sizes_and_times(parser: argparse.ArgumentParser) -> None:
            help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
     option("--num_microbatches", type=count, metavar="M", help="per step; default: 8")
     for name, (default, meaning) in SECONDS.items():
-        text = f"{meaning}; default: {default:g}"
-        option(f"--{name}", type=numbers, default=[default], help=text)
+        option(f"--{name}", type=numbers, help=f"{meaning}; default: {default:g}")
 
 
 def machine_named(name: str, network: str | None = None, link: str | None = None) -> Machine:
@@ -221,8 +221,8 @@ def numbers(text: str) -> list[float]:
 def times_given(args: argparse.Namespace, n: int) -> RankTimes:
     """The seconds of the options, for n ranks."""
     times = []
-    for name in SECONDS:
-        seconds = getattr(args, name)
+    for name, (default, _) in SECONDS.items():
+        seconds = getattr(args, name) or [default]
         if len(seconds) not in (1, n):
             raise ValueError(f"--{name}: one number, or {n}, one for each of the ranks")
         times.append(seconds * (n if len(seconds) == 1 else 1))
@@ -245,8 +245,11 @@ def times_measured(folder: Path, n: int) -> RankTimes:
 def run_schedule(args: argparse.Namespace) -> None:
     """Searches a better order than those that have names."""
     n, m = args.num_devices or 4, args.num_microbatches or 8
+    given = [f"--{name}" for name in SECONDS if getattr(args, name)]
+    if args.times and given:
+        raise ValueError(f"--times {args.times} {given[0]}: the run has measured it; leave one out")
     times = times_measured(args.times, n) if args.times else times_given(args, n)
-    memory = args.memory or min(n, m)
+    memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
     print(f"{counted(n, 'rank')}, {m} micro-batches, at most {memory:g} held\n\n"
@@ -292,4 +295,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
+    set_handlers(ENDING_SIGNALS, end_process)  # as does Ctrl-C
     main()

@@ -69,12 +69,15 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--machine", metavar="NAME", help="predict the runs for it, as plan.py --machine does")
     add("--output", type=Path, metavar="FILE",
         help="default: report.html in the first run's folder, or workdir/explore.html")  # fmt: skip
-    add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
+    add("--template", type=Path, metavar="FILE",
         help="HTML template, such as a course's; default: project/page/report.html")  # fmt: skip
     args = parser.parse_args(argv)
-    if args.explore == bool(args.runs):
-        given = "--explore needs no RUN" if args.explore else "RUN is missing"
+    of_runs = {"RUN": args.runs, "--machine": args.machine, "--template": args.template}
+    needless = [word for word, value in of_runs.items() if value and args.explore]
+    if needless or not (args.explore or args.runs):
+        given = f"--explore needs no {needless[0]}" if needless else "RUN is missing"
         parser.error(f"{given}; `report.py workdir` or `report.py --explore` works")
+    args.template = args.template or PAGE / "report.html"
     return args
 
 

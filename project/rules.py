@@ -20,6 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.cores import core_slice
+from training.checkpoint import names as checkpoints_in
+from training.files import CHECKPOINTS
 from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
 from training.launch.world import choose_device
 from training.options import VGG, O, Options, spelt
@@ -110,6 +112,8 @@ def rules(args: Options) -> Iterator[Rule]:
          f"{counted(cores, 'core')} can be used here", f"--cores_per_rank {cores} works"),
         ("eval_every benchmark_only", not (args.eval_every and args.benchmark_only),
          "nothing is validated", LEAVE),
+        ("keep_best benchmark_only", not (args.keep_best and args.benchmark_only),
+         "nothing is validated", LEAVE),
         ("keep_best keep", bool(args.keep) or not args.keep_best, "no checkpoint is saved",
          "--keep 1 works"),
         # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
@@ -138,7 +142,18 @@ def rules(args: Options) -> Iterator[Rule]:
         "min_lr learning_rate", args.min_lr <= args.learning_rate,
         "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
     )  # fmt: skip
-    if args.tokenizer and args.model in PRESETS:
+    if args.lr_scheduler == "constant":
+        rule = "a constant rate, the default, does not fall"
+        yield from without_effect(args, "min_lr", rule, "--lr_scheduler cosine works")
+    if not args.keep:
+        rule = "under --keep 0 no checkpoint is saved"
+        yield from without_effect(args, "save_every async_save", rule, "--keep 1 works")
+    if args.gradient_sync != "overlap":
+        rule = "only --gradient_sync overlap has buckets"
+        yield from without_effect(args, "bucket_mb comm_dtype", rule, LEAVE)
+    # A resume takes the checkpoint's: the folder may be gone.
+    in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
+    if args.tokenizer and args.model in PRESETS and not in_checkpoint:
         n = size_of_tokenizer(args.tokenizer)
         yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
                f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
@@ -149,6 +164,8 @@ def rules(args: Options) -> Iterator[Rule]:
         )  # fmt: skip
         rule = f"{VGG}, the default model, learns pictures"
         yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
+    else:
+        yield from without_effect(args, "vgg_width", f"only {VGG} has it", LEAVE)
 
 
 def size_of_tokenizer(name: str) -> int:

@@ -56,7 +56,7 @@ from training.layouts.replicated import Replicated
 from training.loop import train
 from training.optimization import Recipe
 from training.rank import Rank, run_rank
-from training.results import options_of
+from training.results import holds_run, options_of
 from training.resume import as_it_was
 from training.workdir import alone_in_workdir
 
@@ -85,7 +85,7 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
 
 def write_gradients(rank: Rank) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step, and the
-    first one the options."""
+    first one the options, unless another run is in the workdir."""
     args, task, model = rank.setup.args, rank.task, rank.model
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
@@ -95,7 +95,7 @@ def write_gradients(rank: Rank) -> None:
     number = rank.world.rank
     train(model, optimizer, steps, "Epoch 1", number, model.average_gradients)
     show(f"rank {number} wrote {save_grad_weights(model.module, number)}")
-    if rank.world.is_main:
+    if rank.world.is_main and not holds_run(args.workdir):
         write_json(args.workdir / OPTIONS, options_of(args))
 
 

@@ -94,7 +94,7 @@ def code_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 4900), ("run_pipeline", 6200), ("train", 9310)]
+    ("program", "code"), [("run_data_parallel", 4920), ("run_pipeline", 6240), ("train", 9380)]
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     """A reader pays for what a program brings in: a new capability stands in a file that the others
@@ -105,7 +105,7 @@ def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: in
 
 def test_the_house_grows_hardly_either() -> None:
     """Before you add, look for what can go."""
-    assert sum(map(code_of, FILES)) <= 1.03 * 12400 and len(FILES) <= 1.03 * 142
+    assert sum(map(code_of, FILES)) <= 1.03 * 12480 and len(FILES) <= 1.03 * 142
 
 
 def test_imports_point_one_way() -> None:

@@ -61,7 +61,7 @@ from .launch.world import World
 from .layouts.layout import Held, LaidOutModel
 
 FORMAT = "parallel-gpt2 checkpoint 5"
-NAME = re.compile(r"\d{6}-\w+(-step\d+)?$")  # not 000002-epoch1-step4-copy, a user's
+NAME = re.compile(r"\d{6}-(epoch\d+-)?step\d+$")  # not 000002-best or 000002-step4-copy, a user's
 STATE, METADATA = "state.json", ".metadata"
 MOVE = "move it away to go on from the one before it"
 

@@ -72,10 +72,10 @@ class Recipe:
         """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the highest;
         then constant, or a decay that reaches the lowest at the step after the last. (wsd is
         constant before it decays.)"""
-        args = self.args
-        if step < args.warmup_steps:
-            return args.learning_rate * (step + 1) / args.warmup_steps
-        first = args.warmup_steps  # of the decay
+        args, warmup = self.args, self.args.warmup_steps or 0
+        if step < warmup:
+            return args.learning_rate * (step + 1) / warmup
+        first = warmup  # of the decay
         if args.lr_scheduler == "wsd":
             first = self.num_steps - decay_steps_of(args, self.steps_per_epoch)
         done = max(0.0, (step - first) / max(1, self.num_steps - first))

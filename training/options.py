@@ -110,7 +110,7 @@ class Training:
     """the last steps of wsd, in which the rate falls; default: a fifth of the run"""
     min_lr: Coefficient = 0.0
     """the lowest rate of a decay; often a tenth of --learning_rate"""
-    warmup_steps: Whole = 0
+    warmup_steps: Whole = UNSET
     """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
     shorter run"""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"

@@ -79,9 +79,9 @@ def run_rank(
         if world.world_size > 1:  # all ranks go on, or none
             fingerprints = task.fingerprints()
             check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
-        resume.check_data(task.fingerprints()["train"])
+        resume.check_data(task.fingerprints())
     if resume.checkpoint is None:  # else they are what they were
-        if "warmup_steps" not in args.typed:
+        if args.warmup_steps is None:
             args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
         if args.lr_scheduler == "wsd":
             args = replace(args, decay_steps=decay_steps_of(args, task.steps_per_epoch))

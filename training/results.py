@@ -74,7 +74,7 @@ Sink = Callable[[Mapping[str, Any]], None]
 OF_A_RUN = (
     CHECKPOINTS, "*_results_epoch*.json", "*gen_epoch*.json", "timeline_rank*.json",
     "timeline_*.png", "profile_rank*.json", "report.html", OPTIONS, SUMMARY, PICTURE,
-    TENSORBOARD, METRICS,
+    TENSORBOARD, "config.json", "tokenizer.json", "tokenizer_config.json", METRICS,
 )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ class Results:
         self.say("   ".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False)))
 
     def begin(self, notes: Sequence[str], steps_done: int = 0) -> None:
-        """Sets an earlier run aside, unless some of its steps are resumed; prints what will be
+        """Sets aside what was there, unless some of its steps are resumed; prints what will be
         trained."""
         args, task = self.args, self.task
 
@@ -302,13 +302,18 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
-    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
-    is a number, in their order. Lines of steps, a thousand times as many, are not parsed."""
+def evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of evaluations in metrics.jsonl; those after an epoch have a `training_loss`. Lines
+    of steps, a thousand times as many, are not parsed."""
     path = workdir / METRICS
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = map(json.loads, (line for line in text.splitlines() if '"validation_loss"' in line))
-    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in lines]
+    return [json.loads(line) for line in text.splitlines() if '"validation_loss"' in line]
+
+
+def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
+    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
+    is a number, in their order."""
+    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in evaluations(workdir)]
     return [entry for entry in found if entry[2] is not None]
 
 
@@ -318,16 +323,18 @@ def holds_run(workdir: Path) -> bool:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves the files of an earlier run, if there was one, into the folder earlier_1, or earlier_2,
-    ..., of `workdir`, and returns that folder."""
-    if not holds_run(workdir):
+    """Moves what has the name of a run's file, be it of an earlier run or a user's own, into the
+    folder earlier_1, or earlier_2, ..., of `workdir`, and returns that folder; None if there was
+    nothing. Where no run was, the options are already those of the new one."""
+    new = () if holds_run(workdir) else (OPTIONS,)
+    there = [path for name in OF_A_RUN if name not in new for path in workdir.glob(name)]
+    if not there:
         return None
     aside = unused(workdir / "earlier")
     with writing(aside):
         aside.mkdir()
-        for pattern in OF_A_RUN:  # after an interruption the next run moves the rest
-            for path in workdir.glob(pattern):
-                path.rename(aside / path.name)
+        for path in there:  # after an interruption the next run moves the rest
+            path.rename(aside / path.name)
     return aside
 
 

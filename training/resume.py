@@ -26,8 +26,8 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from training.checkpoint import (
     newest,
     training_state,
 )
-from training.files import CHECKPOINTS, ENDED, OPTIONS
+from training.files import CHECKPOINTS, ENDED, OPTIONS, show, unused, writing
 from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
 from training.results import (
@@ -95,16 +95,19 @@ class Resume:
         """Small files of the checkpoint. Only rank 0 sees its folder."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
 
-    def check_data(self, fingerprint: str) -> None:
-        """Raises UserError if the run that was saved had different training data. A checkpoint of
-        an older version, which has no fingerprint, is not compared."""
+    def check_data(self, fingerprints: Mapping[str, str]) -> None:
+        """Raises UserError if the run that was saved had different data in one of these splits. A
+        checkpoint of an older version, which has fewer fingerprints, is compared by those."""
         if self.checkpoint is None:
             return
-        if self.checkpoint.state.get("examples", fingerprint) != fingerprint:
-            raise UserError(
-                f"--resume: {self.checkpoint.folder.name} was trained on different data of the "
-                "same name; use a different --workdir to start a new run"
-            )
+        saved = self.checkpoint.state.get("examples", {})
+        saved = saved if isinstance(saved, dict) else {"train": saved}
+        for split, was in saved.items():
+            if fingerprints.get(split) != was:
+                raise UserError(
+                    f"--resume: {self.checkpoint.folder.name} had different {split} data of the "
+                    "same name; use a different --workdir to start a new run"
+                )
 
 
 NO_RESUME = Resume(None)
@@ -163,7 +166,9 @@ def find_resume(args: Options) -> Resume:
     elif checkpoint and args.lr_scheduler != "constant":  # a decay depends on the run's length
         fixed |= LENGTH
     # What an older version has not saved is no difference.
-    differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
+    differ = [
+        key for key in now if key in fixed and not _alike(key, now[key], was.get(key, now[key]))
+    ]
     if differ:
         here = " ".join(spelt(key, now[key]) for key in differ)
         there = ", ".join(spelt(key, was[key]) for key in differ)
@@ -189,10 +194,25 @@ def find_resume(args: Options) -> Resume:
     return Resume(checkpoint, tuple(notes))
 
 
+def _alike(option: str, now: Any, was: Any) -> bool:
+    """Whether two values of an option decide alike. A folder or file may have moved, and so may its
+    path: what is in it is compared (`check_data`), and the tokenizer is the checkpoint's."""
+    if option in ("dataset", "tokenizer") and now and was:
+        return Path(now).absolute().name == Path(was).absolute().name
+    return bool(now == was)
+
+
 def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:
     """The learning rates of the steps that were done, by these options."""
     recipe = Recipe(args, checkpoint.state["steps_per_epoch"])
     return [recipe.learning_rate_at(step) for step in range(checkpoint.state["steps"])]
+
+
+def _is_of_a_run(workdir: Path) -> bool:
+    """Whether its options.json is a run's, whole, and not a user's own file or folder."""
+    with suppress(UserError):
+        return "strategy" in options_in(workdir, None)
+    return False
 
 
 @contextmanager
@@ -202,6 +222,9 @@ def started(world: World, args: Options) -> Iterator[None]:
     options that were there: they are all that is left of a run without a checkpoint."""
     begins = world.is_main and not holds_run(args.workdir)
     path = args.workdir / OPTIONS
+    if begins and path.exists() and not _is_of_a_run(args.workdir):
+        with writing(path):
+            show(f"{path} is not of a run; it is now {path.rename(unused(path))}.")
     earlier = path.read_bytes() if begins and path.exists() else None
     if begins:
         write_options(args)
@@ -227,7 +250,7 @@ class Saving:
     optimizer: GlobalOptimizer
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.task.fingerprints()["train"]
+        self.fingerprints = self.task.fingerprints()
         folder = self.args.workdir / CHECKPOINTS
         if self.world.is_main:
             (self.args.workdir / ENDED).unlink(missing_ok=True)
@@ -305,7 +328,7 @@ class Saving:
             **self.optimizer.state_dict(),
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "options": options_of(self.args),
-            "examples": self.fingerprint,
+            "examples": self.fingerprints,
             "steps_per_epoch": self.task.steps_per_epoch,
             "cut": model.cut,
         }

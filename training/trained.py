@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +99,8 @@ def source_end(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
 
 def export(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes what `load_trained` returns into a new folder, for `from_pretrained`.
+    """Writes what `load_trained` returns into a new folder, for `from_pretrained`. It gets its name
+    when it is whole.
 
     Raises:
         UserError: something is in the folder.
@@ -107,5 +109,10 @@ def export(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--export {folder}: it already exists; name a new folder")
     with writing(f"--export {folder}"):
-        model.float().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        whole = folder.resolve()  # it may be a link to an empty folder
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(".part", f".{whole.name}-", whole.parent) as part:
+            new = Path(part) / "new"  # with the permissions of other folders
+            model.float().save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            new.rename(whole)

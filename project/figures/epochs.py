@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
 from training.launch.errors import UserError
-from training.results import validation_losses
+from training.results import evaluations
 
 from .style import LINES, picture, readable
 
@@ -53,13 +51,12 @@ def read_epochs(workdir: Path, *prefixes: str) -> list[dict[str, float]]:
 
 
 def within_epochs(workdir: Path) -> dict[float, float]:
-    """The validation loss that --eval_every has measured, by the epochs done, as 0.5."""
-    curve, begun = dict[float, float](), 0
-    for epoch, losses in groupby(validation_losses(workdir), itemgetter(0)):
-        *some, (_, end, _) = losses  # after the epoch
-        curve |= {epoch + (steps - begun) / (end - begun): loss for _, steps, loss in some}
-        begun = end
-    return curve
+    """The validation loss that --eval_every has measured, by the epochs done, as 0.5. An epoch has
+    as many steps as the first; the last may not have ended."""
+    lines = evaluations(workdir)
+    length = next((x["step"] for x in lines if "training_loss" in x), None)
+    within = {x["step"]: x["validation_loss"] for x in lines if "training_loss" not in x}
+    return {step / length: x for step, x in within.items() if x is not None} if length else {}
 
 
 def draw_curves(

@@ -103,11 +103,21 @@ dp --adamw_lr 1e-3 => only --optimizer muon has a second rate; leave it out
 train ddp --optimizer muon => matrices of GPT-2's blocks, and vgg16 has none; --optimizer adamw
 dp --decay_steps 5 => only --lr_scheduler wsd has it; leave it out
 dp --learning_rate 1e-3 --min_lr 2e-3 => a decay goes down; --min_lr 0.0001 works
+dp --min_lr 1e-5 => a constant rate, the default, does not fall; --lr_scheduler cosine works
+dp --keep 0 --save_every 5 => under --keep 0 no checkpoint is saved; --keep 1 works
+dp --keep 0 --async_save => under --keep 0 no checkpoint is saved; --keep 1 works
+dp --gradient_sync flat --bucket_mb 3 => only --gradient_sync overlap has buckets; leave it out
+dp --gradient_sync flat --comm_dtype bf16 => only --gradient_sync overlap has buckets; leave it out
+train ddp --model gpt2-mini --vgg_width 8 => only vgg16 has it; leave it out
+dp --documents together => these are pairs, and each has a row of its own; leave --documents out
+train ddp --model gpt2-mini --src fr --tgt it => there is plain text, and nothing in these
+train ddp --model gpt2-mini --dataset a.txt --src en --tgt de => without --src and --tgt the text is
 train ddp --n_layer 2 => the default model, learns pictures; --model gpt2-mini has it
 train ddp --src fr => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model vgg16 --n_test 9 => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
 train single --benchmark_only --eval_every 5 => nothing is validated; leave it out
+train single --benchmark_only --keep_best => nothing is validated; leave it out
 train single --keep 0 --keep_best => no checkpoint is saved; --keep 1 works
 # what would end late, or wrong
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
@@ -260,10 +270,17 @@ def test_what_a_resume_may_change(made: Path) -> None:
     resume = find_resume(args)
     assert resume.checkpoint is not None
     texts, files = load_texts(args, World()), resume.files(TOKENIZER_FILES)
-    resume.check_data(TranslationTask(args, World(), texts, files).fingerprints()["train"])
-    other = f"--resume: {NAME} was trained on different data of the same name; use "
-    with pytest.raises(UserError, match=f"^{other}"):
-        resume.check_data("other")
+    data = TranslationTask(args, World(), texts, files).fingerprints()
+    assert [*data] == ["train", "validation", "test"]
+    resume.check_data(data)
+    for split in data:
+        other = f"--resume: {NAME} had different {split} data of the same name; use "
+        with pytest.raises(UserError, match=f"^{other}"):
+            resume.check_data(data | {split: "other"})
+    resume.checkpoint.state["examples"] = data["train"]  # of the version before
+    resume.check_data(data | {"test": "other"})
+    with pytest.raises(UserError, match="had different train data"):
+        resume.check_data(data | {"train": "other"})
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:

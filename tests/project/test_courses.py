@@ -59,6 +59,15 @@ def test_gradients_are_the_same_on_all_ranks(gradients: list[dict[str, Tensor]])
     assert all(g.abs().sum() > 0 and g.isfinite().all() for g in first.values())
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_gradients_leave_the_options_of_a_run_alone() -> None:
+    run(f"run_data_parallel {SMALL} --num_batches 1 --world_size 1 --workdir work")
+    options = Path("work/options.json").read_bytes()
+    on_rank(0, 1, f"run_data_parallel {SMALL} --pytest True --seed 5 --workdir work")
+    assert Path("tests/model0_gradients.pth").exists()
+    assert Path("work/options.json").read_bytes() == options
+
+
 def draw(options: str) -> str:
     """The name of a figure, which is a PNG file."""
     path = plot.draw_figure(plot.parse_plot(options.split()))

@@ -389,7 +389,9 @@ def test_it_is_whole_and_needs_no_run(page: Path, refusal: Refusal) -> None:
     assert len(text) < 200_000 and "http" not in text and "{{" not in text.partition("<script")[0]
     said = refusal(report.main, [])
     assert "RUN is missing; `report.py workdir` or `report.py --explore` works" in said
-    assert "--explore needs no RUN; " in refusal(report.main, ["--explore", "workdir"])
+    for words in (["workdir"], ["--machine", "t4"], ["--template", "x.html"]):
+        said = f"--explore needs no {words[0].replace('workdir', 'RUN')}; "
+        assert said in refusal(report.main, ["--explore", *words])
 
 
 def test_what_was_removed_whole_is_missing(window: Browser, page: Path) -> None:

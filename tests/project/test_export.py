@@ -3,6 +3,7 @@ program can start from it. And what --model refuses."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -164,7 +166,7 @@ def losses_of_programs(model: Path, ranks: Ranks, *on_ranks: str) -> list[list[f
 
 
 def test_what_cannot_be_written(pairs: Path) -> None:
-    """One line each; and nothing that is there is lost."""
+    """One line each; nothing that is there is lost, and half an export has not its name."""
     Path("full").mkdir()
     Path("full/notes.txt").touch()
     Path("file").touch()
@@ -173,6 +175,18 @@ def test_what_cannot_be_written(pairs: Path) -> None:
         with pytest.raises((UserError, RunError), match=f"^--export {folder}: {why}"):
             export(*load_trained(str(pairs)), Path(folder))
     assert names_in("full") == ["notes.txt"]
+    model, tokenizer = load_trained(str(pairs))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        patch.object(tokenizer, "save_pretrained", side_effect=full),
+        pytest.raises(RunError, match=r"^--export new/er: cannot be written \(No space left"),
+    ):
+        export(model, tokenizer, Path("new/er"))
+    assert names_in("new") == []
+    Path("new/empty").mkdir()
+    Path("link").symlink_to("new/empty")
+    export(model, tokenizer, Path("link"))  # to an empty folder
+    assert names_in("new") == ["empty"] and names_in("new/empty") == names_in(pairs)
 
 
 CONFIG = "config.json"

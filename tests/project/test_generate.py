@@ -132,7 +132,7 @@ def test_workdir_checkpoint_and_export_give_the_same(
     models: list[Any] = [load_trained(folder)[0].state_dict() for folder in ("work", "exported")]
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
     # Where a file was altered, the checkpoint before does, and is named.
-    newer = Path("work/checkpoints/000009-epoch9")
+    newer = Path("work/checkpoints/000009-epoch9-step9")
     shutil.copytree(checkpoint, newer)
     (newer / "state.json").write_text("{")
     capsys.readouterr()

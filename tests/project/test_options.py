@@ -128,8 +128,9 @@ def test_the_strategy_may_stand_anywhere(place: int) -> None:
 
 
 def test_options_come_from_a_file_and_what_comes_later_counts(refusal: Refusal) -> None:
-    """As they are typed, the strategy too."""
-    Path("run.txt").write_text("--batch_size 8 --n-epochs=3  # as typed\n\n--resume\nfsdp -w 3\n")
+    """As they are typed, the strategy too; and from an editor on Windows."""
+    first = "\ufeff--batch_size 8 --n-epochs=3  # as typed\n"
+    Path("run.txt").write_text(first + "\n--resume\nfsdp -w 3\n")
     for line, epochs in (("@run.txt -c 1 --n_epochs 4", 4), ("--n_epochs 4 @run.txt", 3)):
         args = parse(f"train {line}")
         assert (args.strategy, args.world_size, args.batch_size) == ("fsdp", 3, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
@@ -13,6 +14,8 @@ from planning.describe import MACHINES
 from project import plot
 from project.plan import main
 from tests.project.conftest import Refusal
+from tests.project.programs import ROOT
+from tests.warm import Terminal
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ from tests.project.conftest import Refusal
         ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
         ("simulate --stages 2 --num_microbatches 2 --forward 0 --backward_input 0 "
          "--backward_weight 0", "one must be above 0"),
+        ("schedule --stages 2 --memory 0", "--memory 0: every schedule holds more; 1 works"),
+        ("schedule --times run --transfer 1", "--times run --transfer: the run has measured it; "),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
         ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
@@ -107,6 +112,16 @@ def test_this_computer_is_a_machine(said: Said, monkeypatch: pytest.MonkeyPatch)
     )
     found = said("predict --model gpt2-mini --batch_size 8 --machine this --network ethernet-10")
     assert "of 5.0 GiB can be used." in found
+
+
+def test_ctrl_c_ends_a_measurement_without_a_traceback(tmp_path: Path) -> None:
+    words = "search --model gpt2-mini --batch_size 8 --machine this"
+    terminal = Terminal([str(ROOT / "project/plan.py"), *words.split()], tmp_path)
+    terminal.until("a minute")
+    terminal.type("\x03")
+    terminal.until(None)
+    assert terminal.process.exitcode == 128 + signal.SIGINT
+    assert "Traceback" not in terminal.text
 
 
 def test_no_command_is_printed_if_train_lacks_an_option(said: Said) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from project import train
 from project.figures.epochs import within_epochs
-from tests.project.conftest import Learn, WorldOf
+from tests.project.conftest import Learn, WorldOf, write_pairs
 from tests.project.programs import (
     FLOW,
     TINY,
@@ -36,6 +36,7 @@ from training.loop import seed_step
 from training.optimization import Recipe
 from training.results import read_metrics
 from training.resume import find_resume
+from training.tasks.tokens import TOKENIZER_FILES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -110,7 +111,11 @@ def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: L
     ]
     assert "  1.5                 " in printed  # its row of the table, in epochs
     losses = {x["step"] / 4: x["validation_loss"] for x in lines}
-    assert within_epochs(work) == {k: loss for k, loss in losses.items() if k % 1}
+    within = {k: loss for k, loss in losses.items() if k % 1}
+    assert within_epochs(work) == within
+    text = (work / "metrics.jsonl").read_text()
+    (work / "metrics.jsonl").write_text(text[: text.index('"step": 8')].rpartition("{")[0])
+    assert within_epochs(work) == within  # the second has not ended
     run(f"train single {one.line} --workdir short --num_batches 3")
     assert summary("short")["validation_loss"] == losses[0.75]
 
@@ -192,6 +197,27 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     assert len(summary()["loss"]) == 8
 
 
+def test_data_and_a_tokenizer_may_have_moved() -> None:
+    """As on a disk of each job. What is in the files is compared, and the tokenizer is the
+    checkpoint's."""
+    write_pairs(Path("own"))
+    run(f"train single {TINY} --num_batches 1")
+    Path("bpe").mkdir()
+    for name in TOKENIZER_FILES:
+        Path("work", name).rename(Path("bpe", name))
+    _, error = run(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
+    assert error is None
+    shutil.rmtree("bpe")
+    Path("job_2").mkdir()
+    Path("own").rename("job_2/own")
+    for n, dataset in enumerate(("job_2/own", Path("job_2/own").absolute(), "job_2/own/"), 3):
+        printed, error = run(f"train single --resume --num_batches {n} --dataset {dataset}")
+        assert error is None and f": {n - 1} steps done." in printed
+    Path("job_2/own").rename("other")
+    with pytest.raises(UserError, match=r"^--dataset other with --resume: 000004-"):
+        run("train single --resume --dataset other")
+
+
 class Killed(BaseException):
     pass
 
@@ -202,7 +228,7 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
     """It ended while it read its data."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run(f"train single {TINY} --num_batches 2 --seed 7")
+        run(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0")
     started = Path("work/options.json").read_bytes()
     for line in ("train single --resume", f"train single {TINY} --seed 8"):
         with monkeypatch.context() as patch, pytest.raises(UserError, match="away now"):
@@ -213,6 +239,7 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
     assert error is None
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
     assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
+    assert summary()["warmup_steps"] == 0  # by default it is 1
     before = Path("work/options.json").read_bytes()
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train, "load_texts", Mock(side_effect=Killed))
@@ -227,10 +254,17 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
         file.unlink()
         with pytest.raises(UserError, match=f"/{name} was deleted; delete all of .*/tokens/"):
             run("train single --resume")
-    for damage in ("{", "[1]"):
+    for damage in ("{", "[1]", '{"mine": 1}'):  # the last is a user's own
+        shutil.rmtree("work")
+        Path("work").mkdir()
         Path("work/options.json").write_text(damage)
-        with pytest.raises(UserError, match=r"options\.json: .*without --resume a new"):
-            parse("train ddp --resume --workdir work")
+        if "mine" not in damage:
+            with pytest.raises(UserError, match=r"options\.json: .*without --resume a new"):
+                parse("train ddp --resume --workdir work")
+        printed, error = run(f"train single {TINY} --num_batches 1")
+        kept = Path("work/options.json_1")
+        assert (error, kept.read_text()) == (None, damage)
+        assert f"/options.json is not of a run; it is now {kept.absolute()}." in printed
 
 
 def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:

@@ -82,10 +82,12 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     assert (newest(folder), names(folder)) == ((None, []), [])  # there is no folder yet
     for value in range(1, 5):
         assert save(folder, value, keep=3) == f"00000{value}-step{value}"
-    # No checkpoints; of which the first was to become one.
-    others = [".000009-step9.part", ".mine.part", "000001-step1-copy", "000009", "latest"]
+    # No checkpoints, or a user's copies of one; the first was to become one.
+    others = [
+        ".000009-step9.part", ".mine.part", "000001-best", "000001-step1-copy", "000009", "latest"
+    ]  # fmt: skip
     for name in others:
-        (folder / name).mkdir()
+        shutil.copytree(folder / "000004-step4", folder / name)
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
     saver = Saver(folder)
@@ -94,6 +96,7 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     saver.prune(1)
     clean(folder)
     assert names_in(folder) == sorted(["000005-step5", *others[1:]])
+    assert all(len(contents(folder / name)) == len(WRITTEN) for name in others[1:])
     beside = Saver(tmp_path / "beside", background=True)
     for step in (1, 2):  # the second waits for the first
         beside.save(f"step{step}", [Held.whole("x", torch.tensor(step))], {}, {})
@@ -171,7 +174,7 @@ def test_what_is_set_aside_is_never_removed(tmp_path: Path) -> None:
 
 def test_what_a_user_made_is_not_removed_with_old_checkpoints(tmp_path: Path) -> None:
     """A file in a checkpoint, and a folder that is named as one."""
-    note, other = tmp_path / "000002-step2" / "mine.txt", tmp_path / "000001-mine" / "data.csv"
+    note, other = tmp_path / "000002-step2" / "mine.txt", tmp_path / "000001-step9" / "data.csv"
     other.parent.mkdir()
     other.write_text("1, 2")
     assert save(tmp_path, 2, keep=9) == note.parent.name
@@ -181,8 +184,8 @@ def test_what_a_user_made_is_not_removed_with_old_checkpoints(tmp_path: Path) ->
     (tmp_path / "000003-step3" / SHARD).unlink()  # as if killed while it was being removed
     Saver(tmp_path).prune(1)
     left = sorted(path for path in contents(tmp_path) if not path.startswith("000005-step5/"))
-    assert left == ["000001-mine/data.csv", "000002-step2/mine.txt"]
-    assert names_in(tmp_path) == ["000001-mine", "000002-step2", "000005-step5"]
+    assert left == ["000001-step9/data.csv", "000002-step2/mine.txt"]
+    assert names_in(tmp_path) == ["000001-step9", "000002-step2", "000005-step5"]
     assert value_of(newest(tmp_path)[0]) == 5
 
 
@@ -345,7 +348,7 @@ def save_rows(
         if rank == failing:
             full_at(1, patch)
         try:
-            name = saver.save("a", [Held("x", row, (rank, 0), (world_size, 2))], {}, {})
+            name = saver.save("step1", [Held("x", row, (rank, 0), (world_size, 2))], {}, {})
             row.fill_(-1.0)  # the run goes on
             saver.wait()
         except RunError as error:
@@ -373,13 +376,13 @@ def gathered_by_all(rank: int, world_size: int, folder: Path) -> int:
     row = Held("x", torch.ones(1, 1 << 18), (rank, 0), (world_size, 1 << 18))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "gather", seen)
-        saver.save("a", [row], {}, {})
+        saver.save("step1", [row], {}, {})
     return max(sizes)
 
 
 def test_the_files_of_other_hosts_go_to_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(gathered_by_all, tmp_path)) < 10_000
-    assert len((tmp_path / "host0/000001-a/__1_0.distcp").read_bytes()) > 1_000_000
+    assert len((tmp_path / "host0/000001-step1/__1_0.distcp").read_bytes()) > 1_000_000
 
 
 def of_main(saver: Saver, name: str) -> Checkpoint:
@@ -395,7 +398,7 @@ def test_ranks_write_together_or_not_at_all(
     ranks: Ranks, tmp_path: Path, common: bool, background: bool
 ) -> None:
     said = ranks.run(save_rows, tmp_path, common, background, -1)
-    assert said == ["000001-a [[0.0, 0.0]]", "000001-a [[1.0, 1.0]]"]
+    assert said == ["000001-step1 [[0.0, 0.0]]", "000001-step1 [[1.0, 1.0]]"]
     before = contents(tmp_path)
     for rank in range(2):
         said = ranks.run(save_rows, tmp_path, common, background, rank)
@@ -431,7 +434,7 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
     """Saves in one layout, loads in the other, and says what came back wrong."""
     saver, wrong = saver_of(rank, world_size, folder, common=False), []
     for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
-        saved = saver.save("a", write(rank, world_size), {}, {})
+        saved = saver.save("step1", write(rank, world_size), {}, {})
         expected = read(rank, world_size)
         found = [replace(x, tensor=torch.zeros_like(x.tensor)) for x in expected]
         saver.load(of_main(saver, saved), found)
@@ -445,7 +448,7 @@ def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_doe
 ) -> None:
     """Each rank writes a part of what all ranks hold, the largest first."""
     assert ranks.run(reshard, tmp_path) == [[], []]
-    for name in ("000001-a", "000002-a"):
+    for name in ("000001-step1", "000002-step1"):
         state = {n: torch.zeros_like(t) for n, t in TENSORS.items()}
         reader = FileSystemReader(tmp_path / "host0" / name)
         load(state, storage_reader=reader, no_dist=True)
@@ -459,7 +462,7 @@ def test_hosts_without_a_common_folder_load_what_another_layout_saved_and_so_doe
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     found = open_checkpoint(
-        tmp_path / saver.save("a", [Held.whole("x", torch.zeros(4, 3))], {}, {})
+        tmp_path / saver.save("step1", [Held.whole("x", torch.zeros(4, 3))], {}, {})
     )
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
         shape = re.escape(str(tuple(tensor.shape)))

@@ -25,7 +25,16 @@ from training.files import moving, show, write_json
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
-from training.results import Results, Totals, _wandb, check_trackers, peak_bytes, set_aside, spread
+from training.results import (
+    Results,
+    Totals,
+    _wandb,
+    check_trackers,
+    holds_run,
+    peak_bytes,
+    set_aside,
+    spread,
+)
 from training.tasks.task import Score
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -167,21 +176,29 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
 
 
 def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
-    """All that it has left, each time into a folder of its own, and nothing else."""
-    kept = ["config.json", "my_notes.json", "exported", "summary.json", "checkpoints"]
-    (tmp_path / "checkpoints").mkdir()
-    for name in kept[:-1]:
+    """All that it has left, each time into a folder of its own, and nothing else. A user's own
+    files that a run would replace go there, too, whether or not a run was there."""
+    kept = ["my_notes.json", "exported", "options.json"]
+    for name in kept:
         (tmp_path / name).write_text("mine")
-    assert set_aside(tmp_path) is None  # no run was here
-    kept.remove("summary.json")  # a run would have written its own there
+    assert set_aside(tmp_path) is None  # no run was here, and the options are of the one to come
     for n, name in enumerate(("metrics.jsonl", "checkpoints/000001-epoch0-step4"), 1):
-        left = ["training.png", "timeline_w.png", "rank0_results_epoch0.json", "options.json", name]
+        left = [
+            "training.png", "timeline_w.png", "rank0_results_epoch0.json", "config.json", name,
+            "tokenizer.json", "options.json",
+        ]  # fmt: skip
+        (tmp_path / "checkpoints").mkdir()
+        assert not holds_run(tmp_path)
         for file in left:
             (tmp_path / file).write_text(str(n))
+        assert holds_run(tmp_path)
         assert set_aside(tmp_path) == tmp_path / f"earlier_{n}"
-        assert [(tmp_path / f"earlier_{n}" / file).read_text() for file in left] == [str(n)] * 5
-        (tmp_path / "checkpoints").mkdir()
-    assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2"])
+        assert [(tmp_path / f"earlier_{n}" / file).read_text() for file in left] == [str(n)] * 7
+    for name in ("summary.json", "config.json", "tokenizer_config.json", "checkpoints"):
+        (tmp_path / name).write_text("mine")
+        assert set_aside(tmp_path) is not None
+    kept.remove("options.json")
+    assert names_in(tmp_path) == sorted([*kept, *(f"earlier_{n}" for n in range(1, 7))])
 
 
 def test_wandb_asks_for_a_login_before_the_run_and_says_what_it_lacks_in_a_line(

@@ -57,13 +57,13 @@ for number in (signal.SIGINT, signal.SIGTERM):
 
 def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored() -> None:
     """As under nohup."""
-    Path("work/checkpoints/000001-epoch0").mkdir(parents=True)
+    Path("work/checkpoints/000001-epoch0-step4").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], env={"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout == f"{128 + 2}\nwent on 0\n{128 + 15}\nwent on 0\n"
     assert done.stderr == 2 * (
-        "\nInterrupted; --resume continues from 000001-epoch0. (Ctrl-C saves nothing; SIGTERM "
-        "saves a step that is being done, and --save_every N every N steps.)\n"
+        "\nInterrupted; --resume continues from 000001-epoch0-step4. (Ctrl-C saves nothing; "
+        "SIGTERM saves a step that is being done, and --save_every N every N steps.)\n"
     )

@@ -163,6 +163,16 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
             f"--dataset {dataset}: it has no train split, but {listed(source.rows, 'and')}; text "
             "in a split named train works"
         )
+    if "documents" in args.typed and not plain:
+        raise UserError(
+            f"--documents {args.documents} --dataset {dataset}: these are pairs, and each has a "
+            "row of its own; leave --documents out"
+        )
+    if plain and args.typed & {"src", "tgt"}:
+        raise UserError(
+            f"--src {keys[0]} --tgt {keys[1]} --dataset {dataset}: there is plain text, and "
+            "nothing in these languages; without --src and --tgt the text is learnt"
+        )
     asked = {split: getattr(args, f"n_{split}") for split in SPLITS}
     return Texts(dataset, source, (), {}) if plain else Texts(dataset, source, keys, asked)
 

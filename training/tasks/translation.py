@@ -67,10 +67,12 @@ class TranslationTask(SequenceTask):
             if split == "validation" == parts[split][0] and len(pairs) == args.n_validation:
                 self.notes.append(f"validation: the first {there} (--n_validation).")
             if len(pairs) < args.dp:
+                asked = getattr(args, f"n_{split}")
+                larger = f", or a larger --n_{split}," if len(pairs) == asked else ""
                 raise UserError(
                     f"--dataset {args.dataset}: {split} has {there} with text on both sides, and a "
-                    f"run of {counted(args.dp, 'rank')} needs {args.dp} or more; more text, or a "
-                    f"larger --n_{split}, works"
+                    f"run of {counted(args.dp, 'rank')} needs {args.dp} or more; more text{larger} "
+                    "works"
                 )
             if cut := pairs.num_cut():
                 long = f"{cut:,} of {there}"

@@ -542,7 +542,7 @@ ALONE = [
     ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "ff in position 0: invalid start byte in line "
      "1; text in UTF-8 works)"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
-     "sides, and a run of 1 rank needs 1 or more; more text, or a larger --n_validation, works"),
+     "sides, and a run of 1 rank needs 1 or more; more text works"),
     ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
      "line 3: ',' expected after '\"'"),
     ("a.csv", 'de,en\na,b\nc,"d\nB,y\n', UNREADABLE + "ValueError: the row that begins in line 3: "
