@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -159,7 +160,13 @@ def calibrate() -> dict[str, Any]:
     ranks = min(max(2, cores), MAX_PROCESSES)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures"
-        spawn(_measure, (f"{folder}/store", str(result), ranks), nprocs=ranks)
+        # Ctrl-C is for this process alone, which ends the others.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        args = (f"{folder}/store", str(result), ranks)
+        processes = spawn(_measure, args, nprocs=ranks, join=False, daemon=True)
+        signal.signal(signal.SIGINT, before)
+        while not processes.join():
+            pass
         found = json.loads(result.read_text("utf-8"))
     # A ring sends 2 (n-1) / n bytes for each that is summed, over 2 (n-1) hops.
     sizes = 1024.0 * np.array(MESSAGES) * 2 * (ranks - 1) / ranks

@@ -110,10 +110,8 @@ def rules(args: Options) -> Iterator[Rule]:
          f"--batch_size {args.dp} or more works"),
         ("cores_per_rank", (args.cores_per_rank or 1) <= cores,
          f"{counted(cores, 'core')} can be used here", f"--cores_per_rank {cores} works"),
-        ("eval_every benchmark_only", not (args.eval_every and args.benchmark_only),
-         "nothing is validated", LEAVE),
-        ("keep_best benchmark_only", not (args.keep_best and args.benchmark_only),
-         "nothing is validated", LEAVE),
+        *((f"{name} benchmark_only", not (getattr(args, name) and args.benchmark_only),
+           "nothing is validated", LEAVE) for name in ("eval_every", "keep_best")),
         ("keep_best keep", bool(args.keep) or not args.keep_best, "no checkpoint is saved",
          "--keep 1 works"),
         # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
@@ -127,30 +125,25 @@ def rules(args: Options) -> Iterator[Rule]:
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
     ]  # fmt: skip
-    if args.optimizer == "adamw":
-        yield from without_effect(args, "momentum", "AdamW has --betas", LEAVE)
-    if args.optimizer == "sgd":
-        rule = "sgd has only --momentum"
-        yield from without_effect(args, "weight_decay betas eps", rule, LEAVE)
-    if args.optimizer != "muon":
-        yield from without_effect(
-            args, "adamw_lr", "only --optimizer muon has a second rate", LEAVE
-        )
-    if args.lr_scheduler != "wsd":
-        yield from without_effect(args, "decay_steps", "only --lr_scheduler wsd has it", LEAVE)
     yield (
         "min_lr learning_rate", args.min_lr <= args.learning_rate,
         "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
     )  # fmt: skip
-    if args.lr_scheduler == "constant":
-        rule = "a constant rate, the default, does not fall"
-        yield from without_effect(args, "min_lr", rule, "--lr_scheduler cosine works")
-    if not args.keep:
-        rule = "under --keep 0 no checkpoint is saved"
-        yield from without_effect(args, "save_every async_save", rule, "--keep 1 works")
-    if args.gradient_sync != "overlap":
-        rule = "only --gradient_sync overlap has buckets"
-        yield from without_effect(args, "bucket_mb comm_dtype", rule, LEAVE)
+    for here, names, rule, instead in (
+        (args.optimizer == "adamw", "momentum", "AdamW has --betas", LEAVE),
+        (args.optimizer == "sgd", "weight_decay betas eps", "sgd has only --momentum", LEAVE),
+        (args.optimizer != "muon", "adamw_lr", "only --optimizer muon has a second rate", LEAVE),
+        (args.lr_scheduler != "wsd", "decay_steps", "only --lr_scheduler wsd has it", LEAVE),
+        (args.lr_scheduler == "constant", "min_lr", "a constant rate, the default, does not fall",
+         "--lr_scheduler cosine works"),
+        (not args.keep, "save_every async_save", "under --keep 0 no checkpoint is saved",
+         "--keep 1 works"),
+        (args.gradient_sync != "overlap", "bucket_mb comm_dtype",
+         "only --gradient_sync overlap has buckets", LEAVE),
+        (args.model != VGG, "vgg_width", f"only {VGG} has it", LEAVE),
+    ):  # fmt: skip
+        if here:
+            yield from without_effect(args, names, rule, instead)
     # A resume takes the checkpoint's: the folder may be gone.
     in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
     if args.tokenizer and args.model in PRESETS and not in_checkpoint:
@@ -164,8 +157,6 @@ def rules(args: Options) -> Iterator[Rule]:
         )  # fmt: skip
         rule = f"{VGG}, the default model, learns pictures"
         yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
-    else:
-        yield from without_effect(args, "vgg_width", f"only {VGG} has it", LEAVE)
 
 
 def size_of_tokenizer(name: str) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     """An all-reduce that is predicted takes as long as one that was measured."""
     measured = [100e-6 + size * 1024 / 2e9 for size in calibrate.MESSAGES]
 
-    def spawn(_: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    def spawn(_: Callable[..., None], args: tuple[Any, ...], nprocs: int, **_how: bool) -> Mock:
         assert nprocs == args[2] == 2
         figures = {
             "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "kernel": 2e-6,
@@ -173,6 +173,7 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
         sums = zip(calibrate.MESSAGES, measured, strict=True)
         figures |= {f"{kib} KiB": took for kib, took in sums}
         Path(args[1]).write_text(json.dumps(figures))
+        return Mock()
 
     monkeypatch.setattr(calibrate, "spawn", spawn)
     monkeypatch.setattr("os.cpu_count", lambda: 2)

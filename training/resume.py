@@ -102,12 +102,11 @@ class Resume:
             return
         saved = self.checkpoint.state.get("examples", {})
         saved = saved if isinstance(saved, dict) else {"train": saved}
-        for split, was in saved.items():
-            if fingerprints.get(split) != was:
-                raise UserError(
-                    f"--resume: {self.checkpoint.folder.name} had different {split} data of the "
-                    "same name; use a different --workdir to start a new run"
-                )
+        if differ := [split for split, was in saved.items() if fingerprints.get(split) != was]:
+            raise UserError(
+                f"--resume: {self.checkpoint.folder.name} had different {differ[0]} data of the "
+                "same name; use a different --workdir to start a new run"
+            )
 
 
 NO_RESUME = Resume(None)
@@ -166,9 +165,7 @@ def find_resume(args: Options) -> Resume:
     elif checkpoint and args.lr_scheduler != "constant":  # a decay depends on the run's length
         fixed |= LENGTH
     # What an older version has not saved is no difference.
-    differ = [
-        key for key in now if key in fixed and not _alike(key, now[key], was.get(key, now[key]))
-    ]
+    differ = [x for x in now if x in fixed and not _alike(x, now[x], was.get(x, now[x]))]
     if differ:
         here = " ".join(spelt(key, now[key]) for key in differ)
         there = ", ".join(spelt(key, was[key]) for key in differ)

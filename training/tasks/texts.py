@@ -29,7 +29,7 @@ from typing import Any
 from training.files import moving, writing
 from training.launch.errors import UserError, counted, listed
 from training.launch.world import World
-from training.options import Options
+from training.options import Options, spelt
 
 from .text_files import Pair, Source, TextPiece, find_source, pieces
 
@@ -163,16 +163,11 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
             f"--dataset {dataset}: it has no train split, but {listed(source.rows, 'and')}; text "
             "in a split named train works"
         )
-    if "documents" in args.typed and not plain:
-        raise UserError(
-            f"--documents {args.documents} --dataset {dataset}: these are pairs, and each has a "
-            "row of its own; leave --documents out"
-        )
-    if plain and args.typed & {"src", "tgt"}:
-        raise UserError(
-            f"--src {keys[0]} --tgt {keys[1]} --dataset {dataset}: there is plain text, and "
-            "nothing in these languages; without --src and --tgt the text is learnt"
-        )
+    useless = sorted(args.typed & ({"src", "tgt"} if plain else {"documents"}))
+    if useless:
+        found = "plain text, with nothing in these languages" if plain else "pairs, a row for each"
+        words = " ".join(spelt(name, getattr(args, name)) for name in useless)
+        raise UserError(f"{words}: --dataset {dataset} has {found}; leave it out")
     asked = {split: getattr(args, f"n_{split}") for split in SPLITS}
     return Texts(dataset, source, (), {}) if plain else Texts(dataset, source, keys, asked)
 
