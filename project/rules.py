@@ -110,8 +110,6 @@ def rules(args: Options) -> Iterator[Rule]:
          f"--batch_size {args.dp} or more works"),
         ("cores_per_rank", (args.cores_per_rank or 1) <= cores,
          f"{counted(cores, 'core')} can be used here", f"--cores_per_rank {cores} works"),
-        *((f"{name} benchmark_only", not (getattr(args, name) and args.benchmark_only),
-           "nothing is validated", LEAVE) for name in ("eval_every", "keep_best")),
         ("keep_best keep", bool(args.keep) or not args.keep_best, "no checkpoint is saved",
          "--keep 1 works"),
         # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
@@ -136,6 +134,7 @@ def rules(args: Options) -> Iterator[Rule]:
         (args.lr_scheduler != "wsd", "decay_steps", "only --lr_scheduler wsd has it", LEAVE),
         (args.lr_scheduler == "constant", "min_lr", "a constant rate, the default, does not fall",
          "--lr_scheduler cosine works"),
+        (args.benchmark_only, "eval_every keep_best", "--benchmark_only validates nothing", LEAVE),
         (not args.keep, "save_every async_save", "under --keep 0 no checkpoint is saved",
          "--keep 1 works"),
         (args.gradient_sync != "overlap", "bucket_mb comm_dtype",

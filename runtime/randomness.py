@@ -194,11 +194,11 @@ def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
     return names
 
 
-def _out_of_sight(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _out_of_sight(module: nn.Module, *given: Any, **kwargs: Any) -> Any:
     """A module's own forward, without a mode where it draws nothing."""
     may_draw = (m.training or not m.__module__.startswith("torch.nn.") for m in module.modules())
     with nullcontext() if any(may_draw) else torch._C.DisableTorchFunction():
-        return type(module).forward(module, *args, **kwargs)
+        return type(module).forward(module, *given, **kwargs)
 
 
 # Forwards by which transformer layers of torch take their fast paths, looked at or not.

@@ -116,8 +116,8 @@ train ddp --n_layer 2 => the default model, learns pictures; --model gpt2-mini h
 train ddp --src fr => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model vgg16 --n_test 9 => the default model, learns pictures; --model gpt2-mini has it
 train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
-train single --benchmark_only --eval_every 5 => nothing is validated; leave it out
-train single --benchmark_only --keep_best => nothing is validated; leave it out
+train single --benchmark_only --eval_every 5 => --benchmark_only validates nothing; leave it out
+train single --benchmark_only --keep_best => --benchmark_only validates nothing; leave it out
 train single --keep 0 --keep_best => no checkpoint is saved; --keep 1 works
 # what would end late, or wrong
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
