@@ -137,7 +137,7 @@ def run(
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
-    every = 0 if args.benchmark_only else args.eval_every or 0
+    every = total if args.benchmark_only else args.eval_every or total  # the end: no more
     optimizer = model.global_optimizer(recipe)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
@@ -166,13 +166,14 @@ def run(
         if timeline.recording and timeline.complete:
             timeline.save(args.workdir)  # at once: the run may be interrupted later
         timeline.end_step()
-        validate_within(totals.steps)
+        if optimizer.steps % every == 0:
+            validate_within(totals.steps)
         note("next batch")
 
     def validate_within(steps: int) -> None:
         """Validates within an epoch, after `steps` of its steps, but not at its end. Notice waits
         for the next step. A checkpoint of this step precedes it: a resumed run validates, too."""
-        if every and optimizer.steps % every == 0 and 0 < steps < length:
+        if 0 < steps < length:
             note("evaluation")
             set_timeouts(args.timeout)  # until after the next step
             with model.evaluating():
@@ -190,7 +191,8 @@ def run(
         # An epoch's last checkpoint precedes its evaluation: a resumed run evaluates it again.
         for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
             length = min(per_epoch, total - epoch * per_epoch)  # the last one may be cut short
-            validate_within(before.steps)
+            if optimizer.steps % every == 0:
+                validate_within(before.steps)
             steps = task.steps(
                 epoch, model.dp_rank, model.dp_size, model.num_microbatches, before.steps
             )
