@@ -214,7 +214,8 @@ class Pipe(nn.Module):
         return pairs
 
     def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> None:
-        """Each worker does the actions of its stages, in this order."""
+        """Each worker does the actions of its stages, in this order. Warns if somebody has used
+        torch's default generator, which layers that are looked at leave alone."""
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
@@ -228,7 +229,7 @@ class Pipe(nn.Module):
                 "while the stages ran, torch's default generator was used, by a layer that drew "
                 "nothing before, by compiled code or by another thread: what was drawn depends on "
                 "timing. The next two calls look for layers that draw now",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def train_step(

@@ -328,14 +328,14 @@ def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | 
         and isinstance(weight, nn.Parameter)
         and weight.requires_grad
         and not weight.is_complex()
-        and (bias is None or _may_wait(bias, weight, x))
+        and (bias is None or _bias_may_wait(bias, weight, x))
         and torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
     )
     return _thread.later if may_wait else None
 
 
-def _may_wait(bias: Tensor, weight: Tensor, x: Tensor) -> bool:
+def _bias_may_wait(bias: Tensor, weight: Tensor, x: Tensor) -> bool:
     """Whether a bias has a number for each feature out, and is a parameter if it is trained."""
     one_each = bias.dim() == weight.dim() - 1 and bias.numel() * x.size(-1) == weight.numel()
     return one_each and (isinstance(bias, nn.Parameter) or not bias.requires_grad)

@@ -24,9 +24,9 @@ for a GPT-2 block), patching `torch.nn.functional` (global), a lock around the d
 
 Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and Python itself.
 
-Cost: 1 to 3 us per torch call in Python, which a property of a tensor is, too; some 30 us per
-kernel inside a function that may draw (recurrent layers: per step of the sequence). Of torch's
-functions in Python the names in their code tell whether they may. So between checked steps
+Cost: a few microseconds per torch call in Python, which a property of a tensor is, too; ten times
+that per kernel inside a function that may draw (recurrent layers: per step of the sequence). Of
+torch's functions in Python the names in their code tell whether they may. So between checked steps
 (guards.py) only layers that have drawn are looked at. A layer that begins to draw there draws from
 the default generator, and `Pipe` sees it at the step's end: its masks are left to timing once. What
 is recomputed is always looked at: other masks in its second forward would make gradients wrong.

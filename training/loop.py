@@ -137,7 +137,8 @@ def run(
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
-    every = total if args.benchmark_only else args.eval_every or total  # the end: no more
+    # `total`: never within an epoch
+    every = total if args.benchmark_only else args.eval_every or total
     optimizer = model.global_optimizer(recipe)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)

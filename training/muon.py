@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         own = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([own, *others], {"lr": lr})
-        # Of the same groups, whose rates are set here, and with the same state.
+        # Of the same groups, whose rates are set here; `step` gives it the state.
         self._adamw = torch.optim.AdamW(self.param_groups[1:], lr, fused=True)
         self._dtype = dtype
         self._held: list[tuple[Any, dict[Piece, Slices]]] | None = None  # until `arrange`
@@ -218,7 +218,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One of AdamW's."""
+        """One of AdamW's, which adds its own defaults to it."""
         super().add_param_group(param_group)
         if "_adamw" in vars(self):  # else the groups are still being made
             self._adamw.add_param_group(self.param_groups[-1])
@@ -261,7 +261,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         if self._held is None:
             raise RuntimeError("call arrange() before the first step: it deals the matrices out")
-        # `load_state_dict` has made new ones.
+        # Each time: `load_state_dict` makes new groups, and a new state.
         self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         group = self.param_groups[0]
         directions = {p: self._direction(p, group["momentum"]) for p in group["params"]}

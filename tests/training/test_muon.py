@@ -148,7 +148,8 @@ def test_all_of_it_goes_on_from_a_state_dict() -> None:
     other.load_state_dict(deepcopy(muon.state_dict()))  # else both have one state
     steps(parameters, muon, 2, 0.01)
     steps(again, other, 2, 0.01)
-    assert all(map(torch.equal, again, parameters)) and all(p.all() for p in parameters)
+    assert [*map(torch.equal, again, parameters)] == [True] * 3
+    assert [bool(p.all()) for p in parameters] == [True] * 3
 
 
 def test_what_it_cannot_do_is_said() -> None:

@@ -167,7 +167,7 @@ def load_texts(args: Options, world: World, translates: bool = False) -> Texts:
     if useless:
         found = "plain text, with nothing in these languages" if plain else "pairs, a row for each"
         words = " ".join(spelt(name, getattr(args, name)) for name in useless)
-        raise UserError(f"{words}: --dataset {dataset} has {found}; leave it out")
+        raise UserError(f"{words}: --dataset {dataset} has {found}; it works without")
     asked = {split: getattr(args, f"n_{split}") for split in SPLITS}
     return Texts(dataset, source, (), {}) if plain else Texts(dataset, source, keys, asked)
 
