@@ -97,9 +97,10 @@ class Bucket:
         views, gradients = [], []
         for p, view in zip(self.parameters, self.views, strict=True):
             make_dense(p)
-            if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+            gradient = p.grad
+            if gradient is not None and gradient.data_ptr() != view.data_ptr():
                 views.append(view)
-                gradients.append(p.grad)
+                gradients.append(gradient)
                 p.grad = view  # a next backward adds to it in place
         if views:
             torch._foreach_copy_(views, gradients)
@@ -196,11 +197,11 @@ class GradientBuckets:
     def watch(self) -> None:
         """From now on every backward says which gradients are ready."""
         # The garbage collector does not see what a hook refers to: it must not keep the buckets.
-        ready = weakref.WeakMethod(self.ready)
+        weak = weakref.ref(self)
 
         def tell(p: Tensor) -> None:
-            if (call := ready()) is not None:
-                call([cast(nn.Parameter, p)])
+            if (buckets := weak()) is not None:
+                buckets.ready((cast(nn.Parameter, p),))
 
         for p in self._bucket_of:  # a hook runs in each backward, once its p.grad is added to
             p.register_post_accumulate_grad_hook(tell)
