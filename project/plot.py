@@ -257,7 +257,11 @@ def draw_figure(args: argparse.Namespace) -> Path:
 
     def path(folder: Path, stem: str = name) -> Path:
         output = args.output or folder
-        return output if output.suffix in FORMATS else output / f"{stem}.png"
+        if output.suffix in FORMATS:
+            return output
+        if output.suffix and not output.is_dir():
+            raise UserError(f"--output {output}: a picture ends in {', '.join(FORMATS)}")
+        return output / f"{stem}.png"
 
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks

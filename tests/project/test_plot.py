@@ -302,6 +302,8 @@ def test_a_picture_goes_beside_the_first_run_or_where_it_is_told(drawn: dict[str
         assert plot.draw_figure(plot.parse_plot(line.split())) == Path(where)
         assert Path(where).name in drawn
     assert not Path("submit_figures").exists()
+    with pytest.raises(UserError, match="--output pic.jpg: a picture ends in .png, .pdf, .svg"):
+        plot.draw_figure(plot.parse_plot(["schedule", "-o", "pic.jpg"]))
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
