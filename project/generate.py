@@ -76,7 +76,7 @@ import torch
 from project.utils import run_program
 from training.files import moving
 from training.launch.world import choose_device
-from training.tasks.text_files import text_lines
+from training.tasks.text_files import UTF_8, text_lines
 from training.trained import export, load_trained, source_end
 
 
@@ -87,7 +87,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     try:
         return list(text_lines(sys.stdin.buffer))
     except UnicodeError as error:
-        raise UserError(f"standard input: {error}") from error
+        raise UserError(f"standard input: {error}{UTF_8}") from error
 
 
 def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:

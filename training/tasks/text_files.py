@@ -44,6 +44,7 @@ PathGroup = tuple[Path, ...]  # a file, or one for each language
 
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
+UTF_8 = "; text in UTF-8 works"
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
 # Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words) and of the shared
 # tasks of translation. It looks at folders first; here the name that is nearer to the file decides.
@@ -216,6 +217,8 @@ def refused_if_unreadable(where: object, advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # the readers raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if isinstance(error, UnicodeDecodeError):
+            advice = UTF_8 + advice
         raise UserError(f"--dataset {where}: it cannot be read ({reason}){advice}") from error
 
 
@@ -257,7 +260,7 @@ def text_lines(file: Iterable[bytes]) -> Iterator[str]:
         try:
             text = line.decode("utf-8" if number else "utf-8-sig")
         except UnicodeDecodeError as error:
-            error.reason += f" in line {number + 1}; text in UTF-8 works"
+            error.reason += f" in line {number + 1}"
             raise
         yield text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 

@@ -350,6 +350,9 @@ def test_a_file_holds_documents(tmp_path: Path) -> None:
     texts = texts_of(tmp_path / "a.txt")
     assert documents(texts) == {"train": ["one\n\ntwo ", " three"]}
     assert (texts.source.notes, texts.skipped) == ([], 0)
+    (tmp_path / "a.txt").write_text("one", "utf-16")
+    with pytest.raises(UserError, match="cannot be read .*; text in UTF-8 works$"):
+        documents(texts_of(tmp_path / "a.txt"))
 
 
 def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
@@ -522,7 +525,7 @@ SPOILT = [  # a file of the folder above
     ("test.en", "one\ntwo\n", "--dataset {}: test.en has 2 lines, and test.de has more: line i "),
     ("train.de", "eins\nzwei\nfünf\n",
      "--dataset {}/train.de: it cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode "
-     "byte 0xfc in position 1: invalid start byte in line 3; text in UTF-8 works)"),
+     "byte 0xfc in position 1: invalid start byte in line 3); text in UTF-8 works"),
     ("train.de", "", "--dataset {}: train.de has 0 lines, and train.en has more: line i "),
     ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and a run "),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and a run "),
@@ -540,7 +543,7 @@ ALONE = [
     ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1, column 2: Expecting "
      "property name enclosed in double quotes; a row per line works)"),
     ("a.csv", "\xff\xfed\0e\0,\0e\0n\0", NOT_UTF8 + "ff in position 0: invalid start byte in line "
-     "1; text in UTF-8 works)"),
+     "1); text in UTF-8 works"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
      "sides, and a run of 1 rank needs 1 or more; more text works"),
     ("a.csv", 'de,en\na,b\n"A,x\nB,y\n"C,z\n', UNREADABLE + "ValueError: the row that begins in "
