@@ -46,13 +46,15 @@ BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 UTF_8 = "; text in UTF-8 works"
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
-# Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words) and of the shared
-# tasks of translation. It looks at folders first; here the name that is nearer to the file decides.
+# Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words), of the shared tasks
+# of translation, and other usual ones. It looks at folders first; here the name that is nearer to
+# the file decides.
 SPLIT_WORDS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev", "newsdev"},
-    "test": {"test", "testing", "eval", "evaluation", "newstest", "tst", "devtest"},
-}
+    "train": {"train", "training", "trainset"},
+    "validation": {"validation", "valid", "val", "dev", "devset", "newsdev", "newsdiscussdev"},
+    "test": {"test", "testing", "testset", "eval", "evaluation", "newstest", "newsdiscusstest",
+             "tst", "devtest"},
+}  # fmt: skip
 BETWEEN_WORDS = re.compile(r"[-._ \d]+")
 ABOUT_DATA = ("readme", "license")  # files that are no data
 PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip"}

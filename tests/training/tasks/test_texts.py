@@ -284,6 +284,9 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
          "train": ["train-00000-of-00002.jsonl"], "validation": ["dev/a.jsonl", "valid_1.jsonl"],
          "test": ["newstest2014-deen.jsonl", "test2016.jsonl", "test_2016_flickr.jsonl",
                   "tst-2.jsonl", "wmt_test.jsonl"]}),
+    ("trainset.jsonl devset.jsonl testset.jsonl newsdiscusstest2015-enfr.jsonl", {
+        "train": ["trainset.jsonl"], "validation": ["devset.jsonl"],
+        "test": ["newsdiscusstest2015-enfr.jsonl", "testset.jsonl"]}),
     ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
      {"train": ["book.txt"], "validation": ["val.txt"]}),
     ("corpus.jsonl LICENSE.txt Readme.txt DEV.jsonl test.jsonl sub/train.de sub/train.en",
@@ -351,7 +354,7 @@ def test_a_file_holds_documents(tmp_path: Path) -> None:
     assert documents(texts) == {"train": ["one\n\ntwo ", " three"]}
     assert (texts.source.notes, texts.skipped) == ([], 0)
     (tmp_path / "a.txt").write_text("one", "utf-16")
-    with pytest.raises(UserError, match="cannot be read .*; text in UTF-8 works$"):
+    with pytest.raises(UserError, match=r"cannot be read .*; text in UTF-8 works$"):
         documents(texts_of(tmp_path / "a.txt"))
 
 
