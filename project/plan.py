@@ -253,6 +253,7 @@ def run_schedule(args: argparse.Namespace) -> None:
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
     print(f"{counted(n, 'rank')}, {m} micro-batches, at most {memory:g} held\n\n"
+          f"{'seconds':>23}\n"
           f"{found.name:12} {found.seconds_of_name:10.6g}   the best named schedule\n"
           f"{'found':12} {found.seconds:10.6g}   {less:.1%} less; {over:.1%} above the bound\n"
           f"{'bound':12} {found.bound:10.6g}   no order with these stages takes less")  # fmt: skip
