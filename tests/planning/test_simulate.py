@@ -43,14 +43,14 @@ B = HALF + W
 SIZES = [(2, 5), (3, 4), (4, 8), (5, 24), (8, 24)]
 
 
-def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Simulation:
+def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1) -> Simulation:
     """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has.
     Backwards are whole, as in the papers' formulas."""
     whole = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
     simulator = Simulator(whole(n, m))
     stages = len(simulator.ranks)
     seconds = with_times(*([part * n / stages] * stages for part in (F, HALF, W)))
-    return simulator.run(Work(seconds, lambda _: transfer, **more))
+    return simulator.run(Work(seconds, lambda _: transfer))
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
@@ -126,13 +126,6 @@ def test_uneven_stages_are_timed_as_defined(name: str, overlap: bool) -> None:
             if simulator.remote[k] and t is not row[-1]
         )  # fmt: skip
         assert row[-1].end == found.busy[r] + idle + held
-
-
-def test_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
-    """Two stages, one micro-batch: F F, R B, then the first stage, which has done its R, B."""
-    found = run("1f1b", 2, 1, 0, recompute=lambda _: F)
-    assert found.span == 2 * F + F + 2 * B
-    assert found.busy == [F + F + B] * 2
 
 
 def test_gradients_are_exchanged_during_the_last_backward_or_after_it() -> None:

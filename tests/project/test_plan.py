@@ -41,6 +41,7 @@ from tests.project.programs import ROOT
         ("simulate --stages 2 --num_microbatches 2 --forward 0 --backward_input 0 "
          "--backward_weight 0", "one must be above 0"),
         ("schedule --stages 2 --memory 0", "--memory 0: every schedule holds more; 1 works"),
+        ("schedule --times none", "none: there is no such folder; name the --workdir of a run"),
         ("schedule --times run --transfer 1", "--times run --transfer: the run has measured it; "),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
         ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
