@@ -62,8 +62,6 @@ SHORT = {
 TABLE = """
 # mistyped
 pp FLOW --schedule 1fb1 => must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin, dualpipev,
-train ddp @nowhere.txt => No such file or directory; a file with options, as they are typed here,
-train ddp --n_train most => a whole number from 1 to 4294967295, or all; --help explains all
 # ranks and examples
 dp --world_size 4 --dataset builtin --n_train 3 => needs 4 or more; more text, or a larger --n_train
 train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => a run of 8 ranks needs 8 or more
@@ -122,7 +120,6 @@ train single --keep 0 --keep_best => no checkpoint is saved; --keep 1 works
 # what would end late, or wrong
 dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
 dp --dataset empty.jsonl => it is empty, or its rows have no columns; --src and --tgt name
-dp --dataset ./nowhere => there is no such file or folder
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 # experts
 train ddp --model gpt2-mini --experts 6 --ep 2 --num_workers 3 => parallel ranks; --ep 1 or 3
@@ -253,10 +250,6 @@ def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[st
         said = f"{now} with --resume: {NAME} was saved with {saved}; keep that, in a program that "
         said += "has it, or use another --workdir to start a new run\n"
         line = f"{programs[k % 3]} {MADE} --workdir {made} --resume {now}"
-        assert ended(line, capfd) == (2, said)
-    for length in ("--num_batches 7", "--n_epochs 1"):
-        line = f"train single {MADE} --workdir {made} --resume".replace("--n_epochs 2", length)
-        said = f"{length} with --resume: {NAME} has done 8 steps (2 epochs); as many or more work\n"
         assert ended(line, capfd) == (2, said)
 
 
