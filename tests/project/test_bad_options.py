@@ -65,7 +65,6 @@ pp FLOW --schedule 1fb1 => must be one of gpipe, 1f1b, zb, interleaved, zbv, vha
 # ranks and examples
 dp --world_size 4 --dataset builtin --n_train 3 => needs 4 or more; more text, or a larger --n_train
 train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => a run of 8 ranks needs 8 or more
-train single --num_workers 2 => single is one process; ddp takes several
 train 3d --dp 4 --batch_size 3 => 4 data-parallel ranks needs an example; --batch_size 4 or more
 dp --cores_per_rank 99999 => can be used here; --cores_per_rank
 # stages and layers

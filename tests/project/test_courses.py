@@ -157,12 +157,3 @@ def test_brown_cs1390(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
             assert error is None, printed
     assert seen == ["none", "ddp", "ddp", "ddp", "fsdp", "pipeline"]
     assert drawn == ["split_time.png", "throughput.png", "memory.png", "timeline_pipeline2.png"]
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_one_process_trains_the_same_short_epochs() -> None:
-    """With --max_batches plain training, too, begins the next epoch after two of four steps."""
-    line = f"train single {VGG} --n_epochs 2 --max_batches 2 --warmup_steps 3 --check_weights"
-    printed, error = run(line)
-    assert error is None and "weights: agree with one process" in printed, printed
-    assert len(summary()["loss"]) == 4

@@ -287,6 +287,8 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
      "one process; start it without torchrun, or take project/train.py pipeline, whose stages are "
      "ranks"),
     (0, (1, 1), PP, 1),
+    (0, (2, 2), "train single",
+     "single --world_size 2: single is one process; ddp takes several"),
     # Ranks that hand each other tensors need a GPU each, or none; whole models may share one.
     (1, None, "train fsdp", GPUS.format(2, "1 GPU for 2 ranks", 1)),
     (1, None, "train ddp --device cuda", 2),

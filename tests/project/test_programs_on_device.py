@@ -10,15 +10,7 @@ import pytest
 
 from tests.device.session import NCCL, Device, ranks
 from tests.project.conftest import Learn
-from tests.project.programs import (
-    FLOW,
-    TINY,
-    VGG,
-    assert_same_run,
-    printed_by_generate,
-    run,
-    summary,
-)
+from tests.project.programs import FLOW, assert_same_run, printed_by_generate, run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -26,6 +18,7 @@ LAYOUTS = [
     (1, "train single"),
     (1, f"run_pipeline {FLOW} --schedule zbv"),
     (2, "train fsdp"),  # four ranks, and other axes: tests/device/test_processes.py
+    (2, "train ddp --check_weights --check_output"),
 ]
 
 
@@ -55,21 +48,3 @@ def test_generate_on_a_device_translates_as_on_the_cpu(device: Device, learned: 
     found = device.run(printed_by_generate, *words, "cuda")
     assert found.count("\n") == 2
     assert found == printed_by_generate(*words, "cpu")
-
-
-EXPERTS = f"{TINY} --dropout 0 --precision fp64"
-CHECKED = [f"ddp {VGG}", f"pipeline {VGG}", f"ddp --experts 4 --ep 2 {EXPERTS}"]
-
-
-@pytest.mark.parametrize("line", CHECKED, ids=["ddp", "pipeline", "experts"])
-def test_two_devices_are_one_process(device: Device, tmp_path: Path, line: str) -> None:
-    """As `--check_weights` and `--check_output` find, which compare with one process."""
-    checked = "--num_batches 3 --check_weights --check_output --device cuda"
-    printed, error = device.run(on_ranks, f"train {line} {checked} --workdir {tmp_path}")
-    assert error is None, printed
-    checks = summary(tmp_path)["checks"]
-    assert [checks[what]["agrees"] for what in ("weights", "outputs")] == [True, True]
-
-
-def on_ranks(line: str) -> tuple[str, str | None]:
-    return run(line, ranks(2, NCCL))

@@ -66,6 +66,12 @@ def outcome(workdir: Path) -> tuple[Any, ...]:
     return summary(workdir)["loss"], results, bits
 
 
+def taken(typed: str, names: str) -> list[Any]:
+    """These options of a resume of the run in work/."""
+    args = parse(f"{typed} --resume --workdir work")
+    return [getattr(args, name) for name in names.split()]
+
+
 def counts(workdir: Path) -> dict[str, float]:
     """The positions and the tokens of each epoch, of all ranks together."""
     of_epochs: dict[str, float] = defaultdict(float)
@@ -135,38 +141,30 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays(
     assert kept == {"epoch1-step1", "epoch1-step3"}
 
 
-# Each of which drops what one process does, a step or so.
-STEPS = [
-    (2, "run_data_parallel"),
-    (4, "train 3d --dp 2 --tp 2 --zero 3"),
-    (4, "train 3d --dp 2 --cp 2 --zero 3 --shards 1"),
-    (4, "train 3d --pp 2 --tp 2"),
-    (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),  # to the end: it costs least
-]
+# Each of which drops what one process does, a step or so; the last goes on to the end.
+STEPS = {
+    "dropout": [
+        (2, "run_data_parallel"),
+        (4, "train 3d --dp 2 --tp 2 --zero 3"),
+        (4, "train 3d --dp 2 --cp 2 --zero 3 --shards 1"),
+        (4, "train 3d --pp 2 --tp 2"),
+        (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),
+    ],
+    "experts": [(2, "train ddp --ep 2"), (2, "train fsdp --ep 2"), (1, "train single")],
+}
 
 
+@pytest.mark.parametrize("what", STEPS)
 def test_any_program_resumes_what_any_other_has_saved(
-    learned: Learn, ranks: Ranks, four_ranks: Ranks
+    learned: Learn, world_of: WorldOf, what: str
 ) -> None:
-    """Four layouts in turn, dropout on, are one process; so is what they translate."""
-    one = learned("dropout")
-    for stop_at, (n, layout) in enumerate(STEPS, 1):
-        on = {1: None, 2: ranks, 4: four_ranks}[n]
-        last = None if stop_at == len(STEPS) else stop_at
-        printed, error = run(f"{layout} {one.line} --save_every 1 --resume", on, stop_at=last)
+    """Layouts in turn, dropout on, are one process; so is what they translate."""
+    one, layouts = learned(what), STEPS[what]
+    for stop_at, (n, layout) in enumerate(layouts, 1):
+        line, last = f"{layout} {one.line} --save_every 1 --resume", stop_at
+        printed, error = run(line, world_of(n), stop_at=last if last < len(layouts) else None)
         assert error is None, printed
         assert stop_at == 1 or f": {counted(stop_at - 1, 'step')} done." in printed
-    assert_same_run("work", one.workdir)
-
-
-def test_experts_lie_elsewhere_after_a_resume(learned: Learn, ranks: Ranks) -> None:
-    """Shared by two ranks, sharded, and on one: they are one process."""
-    one = learned("experts")
-    layouts = ("train ddp --ep 2", "train fsdp --ep 2", "train single")
-    for stop_at, line in enumerate(layouts, 1):
-        on, last = (None, None) if stop_at == len(layouts) else (ranks, stop_at)
-        printed, error = run(f"{line} {one.line} --save_every 1 --resume", on, stop_at=last)
-        assert error is None, printed
     assert_same_run("work", one.workdir)
 
 
@@ -175,22 +173,17 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     layout, for the same strategy."""
     line = f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1 --save_every 4 --world_size 1 "
     run(line + "--gradient_sync flat --timeout 9 --n_test all --cores_per_rank 1", stop_at=5)
-    resumed = "--resume --workdir work "
-
-    def taken(typed: str) -> tuple[Any, ...]:
-        args = parse(f"{typed} {resumed}")
-        assert (args.workdir, args.cores_per_rank) == (Path("work"), 1)
-        return args.save_every, args.timeout, args.world_size, args.gradient_sync
-
-    args = parse(f"train ddp {resumed} --n_epochs 99")
-    assert (args.n_test, args.warmup_steps) == (None, 4)  # half of the eight steps of that run
-    assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
-    assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
-    assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
-    assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
-    assert taken("train fsdp")[:3] == (4, 9.0, 2)
+    # The warm-up is half of the eight steps of that run.
+    assert taken("train ddp --n_epochs 99", "n_test warmup_steps") == [None, 4]
+    of_run = "cores_per_rank save_every timeout world_size"
+    of_program = f"{of_run} gradient_sync"
+    assert taken("run_data_parallel", of_program) == [1, 4, 9.0, 1, "flat"]
+    assert taken("run_data_parallel --num_workers 3", of_program) == [1, 4, 9.0, 3, "overlap"]
+    assert taken("train ddp --save_every 5", of_run) == [1, 5, 9.0, 1]
+    assert taken("train ddp --keep 0", of_run) == [1, 4, 9.0, 1]  # saves none
+    assert taken("train fsdp", of_run) == [1, 4, 9.0, 2]
     with under_torchrun():
-        assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
+        assert taken("run_data_parallel", of_program) == [1, 4, 9.0, 2, "overlap"]
     printed, error = run("train fsdp --resume", ranks)
     assert error is None, printed
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
@@ -285,18 +278,13 @@ def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
-
-    def taken(typed: str) -> tuple[Any, ...]:
-        args = parse(f"{typed} --resume --workdir work")
-        return args.strategy, args.schedule, args.chunks, args.num_microbatches
-
-    mode, as_it_was = "--model_parallel_mode", ("pipeline_parallel", "interleaved", 2, 3)
-    assert taken("run_pipeline") == taken(f"run_pipeline {mode} pipeline_parallel") == as_it_was
-    assert parse("run_pipeline --resume --workdir work").num_devices == 2
-    assert taken("run_pipeline --n_chunk 2") == ("pipeline_parallel", "1f1b", 1, 2)
-    one_by_one = ("model_parallel", "sequential", 1, 4)
-    assert taken(f"run_pipeline {mode} model_parallel") == one_by_one
-    assert taken("train pipeline") == ("pipeline", "1f1b", 1, None)
+    names, mode = "strategy schedule chunks num_microbatches", "run_pipeline --model_parallel_mode"
+    for typed in ("run_pipeline", f"{mode} pipeline_parallel"):
+        as_it_was = ["pipeline_parallel", "interleaved", 2, 3, 2]
+        assert taken(typed, f"{names} num_devices") == as_it_was
+    assert taken("run_pipeline --n_chunk 2", names) == ["pipeline_parallel", "1f1b", 1, 2]
+    assert taken(f"{mode} model_parallel", names) == ["model_parallel", "sequential", 1, 4]
+    assert taken("train pipeline", names) == ["pipeline", "1f1b", 1, None]
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:
