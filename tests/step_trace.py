@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.project.programs import ROOT, TINY, run
+from tests.project.programs import ROOT, TINY, finish
 from tests.ranks import Ranks
 from tests.test_layout import code_lines
 from training import loop
@@ -116,6 +116,6 @@ def counts_of(line: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Those of a step of a program."""
     result = folder / "counts.json"
     tamper = partial(trace_second_step, result=result)
-    assert run(f"{line} {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)[1] is None
+    finish(f"{line} {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)
     counts: dict[str, Any] = json.loads(result.read_text())
     return counts

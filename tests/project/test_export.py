@@ -26,11 +26,11 @@ from tests.project.programs import (
     SAME,
     TEXT,
     TINY,
+    finish,
     losses,
     names_in,
     parse,
     printed_by_generate,
-    run,
     summary,
 )
 from tests.ranks import Ranks, under_torchrun
@@ -159,8 +159,7 @@ def losses_of_programs(model: Path, ranks: Ranks, *on_ranks: str) -> list[list[f
     for program in ("train single", *on_ranks):
         workdir = Path(program).resolve()
         on = ranks if program in on_ranks else None
-        printed, error = run(f"{program} {line} --workdir '{workdir}'", on)
-        assert error is None, printed
+        finish(f"{program} {line} --workdir '{workdir}'", on)
         found.append(losses(workdir))
     return found
 

@@ -22,13 +22,14 @@ from tests.project.programs import (
     TINY,
     VGG,
     assert_same_run,
+    finish,
     names_in,
     parse,
     read_json,
     run,
     summary,
     weights,
-)  # fmt: skip
+)
 from tests.ranks import Ranks, under_torchrun
 from training.checkpoint import Checkpoint, Saver
 from training.launch.errors import UserError, counted
@@ -93,8 +94,7 @@ def test_with_the_same_layout_bit_for_bit(
     whole, parts = Path("whole").resolve(), Path("parts").resolve()
     for workdir, last in ((whole, None), (parts, stop_at), (parts, None)):
         where = f"--workdir {workdir} --save_every 2 --resume"
-        printed, error = run(f"{line} {where}", world_of(n), stop_at=last)
-        assert error is None, printed
+        printed = finish(f"{line} {where}", world_of(n), stop_at=last)
         begins = workdir == whole or last is not None
         assert ("has no checkpoint; starting afresh, as typed." in printed) == begins
     assert f": {stop_at // 2 * 2} steps done." in printed
@@ -107,8 +107,7 @@ def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: L
     """Bit for bit; and a resume validates what was not validated yet, once: as a run's end does."""
     one, where = learned("dropout"), "--num_microbatches 1 --save_every 3 --eval_every 1"
     for last in (3, 7, None):  # saved, and not validated; a step after
-        printed, error = run(f"train single {one.line} {where} --resume", stop_at=last)
-        assert error is None, printed
+        printed = finish(f"train single {one.line} {where} --resume", stop_at=last)
     work = Path("work").resolve()
     assert outcome(work) == outcome(one.workdir)
     lines = [numbers for numbers in read_metrics(work) if "loss" not in numbers]
@@ -136,7 +135,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays(
     run(line + "--num_batches 7", stop_at=2)
     shutil.rmtree("work/checkpoints/000001-epoch0-step1")  # which was the best
     for last in (4, 6, None):
-        assert run("train single --resume", stop_at=last)[1] is None
+        finish("train single --resume", stop_at=last)
     kept = {path.name.partition("-")[2] for path in Path("work/checkpoints").iterdir()}
     assert kept == {"epoch1-step1", "epoch1-step3"}
 
@@ -162,8 +161,7 @@ def test_any_program_resumes_what_any_other_has_saved(
     one, layouts = learned(what), STEPS[what]
     for stop_at, (n, layout) in enumerate(layouts, 1):
         line, last = f"{layout} {one.line} --save_every 1 --resume", stop_at
-        printed, error = run(line, world_of(n), stop_at=last if last < len(layouts) else None)
-        assert error is None, printed
+        printed = finish(line, world_of(n), stop_at=last if last < len(layouts) else None)
         assert stop_at == 1 or f": {counted(stop_at - 1, 'step')} done." in printed
     assert_same_run("work", one.workdir)
 
@@ -184,8 +182,7 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     assert taken("train fsdp", of_run) == [1, 4, 9.0, 2]
     with under_torchrun():
         assert taken("run_data_parallel", of_program) == [1, 4, 9.0, 2, "overlap"]
-    printed, error = run("train fsdp --resume", ranks)
-    assert error is None, printed
+    printed = finish("train fsdp --resume", ranks)
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
 
@@ -198,14 +195,13 @@ def test_data_and_a_tokenizer_may_have_moved() -> None:
     Path("bpe").mkdir()
     for name in TOKENIZER_FILES:
         Path("work", name).rename(Path("bpe", name))
-    _, error = run(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
-    assert error is None
+    finish(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
     shutil.rmtree("bpe")
     Path("job_2").mkdir()
     Path("own").rename("job_2/own")
     for n, dataset in enumerate(("job_2/own", Path("job_2/own").absolute(), "job_2/own/"), 3):
-        printed, error = run(f"train single --resume --num_batches {n} --dataset {dataset}")
-        assert error is None and f": {n - 1} steps done." in printed
+        printed = finish(f"train single --resume --num_batches {n} --dataset {dataset}")
+        assert f": {n - 1} steps done." in printed
     Path("job_2/own").rename("other")
     with pytest.raises(UserError, match=r"^--dataset other with --resume: 000004-"):
         run("train single --resume --dataset other")
@@ -228,8 +224,7 @@ def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
             patch.setattr(train, "load_texts", Mock(side_effect=UserError("the data are away now")))
             run(line)
         assert Path("work/options.json").read_bytes() == started
-    printed, error = run("train single --resume")
-    assert error is None
+    printed = finish("train single --resume")
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
     assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
     assert summary()["warmup_steps"] == 0  # by default it is 1
@@ -269,8 +264,7 @@ def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -> None:
     run(f"train ddp {TINY} --n_epochs 1 --dropout 0.2 --save_every 1", ranks, stop_at=2)
-    printed, error = run("train ddp --resume", ranks, without_a_checkpoint)
-    assert error is None, error
+    printed = finish("train ddp --resume", ranks, without_a_checkpoint)
     assert ": 2 steps done." in printed
     assert (summary()["dropout"], len(summary()["loss"])) == (0.2, 4)
 
@@ -296,8 +290,8 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     assert ": 4 steps done.\nNothing is left to train.\n" in printed
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
-    printed, error = run(line + "--n_epochs 2 --resume --timeline 0")
-    assert error is None and "Nothing is left" not in printed
+    printed = finish(line + "--n_epochs 2 --resume --timeline 0")
+    assert "Nothing is left" not in printed
     assert len(summary()["loss"]) == 8
     evaluations = [x["step"] for x in read_metrics(Path("work")) if "loss" not in x]
     assert evaluations == [4, 8]  # the first was repeated
@@ -368,8 +362,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     _, second, third = names_in(folder)
     (folder / third / "state.json").write_text("{")
     (folder / ".000007-epoch5-step1.part").mkdir()
-    printed, error = run(line + "--resume --keep 1", stop_at=3)
-    assert error is None
+    printed = finish(line + "--resume --keep 1", stop_at=3)
     said = [row for row in printed.splitlines() if "checkpoint" in row]
     assert said[0].startswith(f"Set aside a damaged checkpoint, as damaged-...: {folder / third}: ")
     assert said[1] == f"Resumed from {folder / second}: 2 steps done."
@@ -395,8 +388,7 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     """The first step moves every weight by 1e30. After 20 in a row the run ends, though some of
     them were before the resume."""
     line = f"train ddp {VGG} --learning_rate 1e30 --on_nan skip --keep 1 "
-    printed, error = run(line + "--num_batches 12", ranks)
-    assert error is None, printed
+    printed = finish(line + "--num_batches 12", ranks)
     assert "after epoch 3: the validation loss is nan; the run goes on" in printed
     found = summary()
     assert found["loss"][0] is not None and found["loss"][1:] == [None] * 11

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from project.figures.runs import Run
-from tests.project.programs import TINY, VGG, course_commands, read_json, run, summary
+from tests.project.programs import TINY, VGG, course_commands, finish, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
 from training.checkpoint import weights_of
@@ -46,8 +46,7 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES, ids=[" ".join(line.split()[:3]) for line in LINES])
 def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
-    printed, error = run(f"train {line}", ranks)
-    assert error is None, printed
+    printed = finish(f"train {line}", ranks)
     for what in ("weights", "outputs"):
         assert f"{what}: agree with one process" in printed
         assert summary()["checks"][what]["agrees"]
@@ -69,8 +68,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
 
 def test_none_is_one_process_that_prints_every_step() -> None:
     """With the short options of the handout, and its losses are those of single."""
-    printed, error = run(f"train -n 3 -b 7 -l 0.02 -m 1 none {SMALL_VGG}")
-    assert error is None, printed
+    printed = finish(f"train -n 3 -b 7 -l 0.02 -m 1 none {SMALL_VGG}")
     steps = re.findall(r"^step (\d): loss ([\d.]+), [\d.]+ s$", printed, re.MULTILINE)
     assert [int(number) for number, _ in steps] == [1, 2, 3]
     of_none = summary()["loss"]
@@ -157,8 +155,7 @@ def test_a_difference_of_experts_in_bf16_may_be_no_mistake() -> None:
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:
     """The profile has the second step alone."""
     line = f"train pipeline {TINY} --num_batches 3 --num_microbatches 3 --profile 1"
-    printed, error = run(line, ranks)
-    assert error is None
+    printed = finish(line, ranks)
     assert "work/profile_rank*.json: open them in https://ui.perfetto.dev.\n" in printed
     assert Path("work/profile_rank1.json").exists()
     trace = read_json("work/profile_rank0.json")["traceEvents"]
