@@ -98,10 +98,13 @@ def test_slurm_requeues_a_job_that_has_saved_on_notice(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if notice else "")
 
 
+NOTEBOOK = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
+CELLS = [cell["source"] for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
 def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Its commands, on a smaller model; the picture that it shows is there in the end."""
-    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
-    lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
+    lines = "".join("".join(source) + "\n" for source in CELLS)
     for program, options in re.findall(r"^!{python} project/(\w+)\.py (.*)$", lines, re.MULTILINE):
         options = options.replace("workdir_notebook", str(tmp_path / "workdir_notebook"))
         if program == "plot":
@@ -118,8 +121,7 @@ def test_the_first_cell_of_the_notebook_may_be_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves examples/ once, and installs where its own Python is."""
-    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
-    *lines, install = next(c["source"] for c in cells if c["cell_type"] == "code")
+    *lines, install = CELLS[0]
     assert install == "%pip install --quiet -r requirements.txt"
     (tmp_path / "repository/examples").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "repository/examples")

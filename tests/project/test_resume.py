@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -211,27 +211,25 @@ class Killed(BaseException):
     pass
 
 
-def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It ended while it read its data."""
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0")
+def end_while_it_reads(line: str, error: BaseException) -> None:
+    """A run that this ends while it reads its data."""
+    with patch.object(train, "load_texts", side_effect=error), pytest.raises(type(error)):
+        run(line)
+
+
+def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started() -> None:
+    end_while_it_reads(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0", Killed())
     started = Path("work/options.json").read_bytes()
     for line in ("train single --resume", f"train single {TINY} --seed 8"):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="away now"):
-            patch.setattr(train, "load_texts", Mock(side_effect=UserError("the data are away now")))
-            run(line)
+        end_while_it_reads(line, UserError("the data are away now"))
         assert Path("work/options.json").read_bytes() == started
     printed = finish("train single --resume")
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
     assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
     assert summary()["warmup_steps"] == 0  # by default it is 1
     before = Path("work/options.json").read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run("train single --model gpt2")  # whose folder is still the earlier run's
+    # Its folder is still the earlier run's.
+    end_while_it_reads("train single --model gpt2", Killed())
     assert Path("work/options.json").read_bytes() == before
     shutil.rmtree("work/checkpoints")
     for typed in ("--seed 8", "--model gpt2", "--n_train 19"):
