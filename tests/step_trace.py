@@ -1,25 +1,20 @@
 """What a reader meets who follows a step: counts of what it calls, by a trace of one rank.
 
-    python -m tests.step_trace
-
-prints them for several layouts. A step is traced on rank 0's main thread, from the seed of the
-second step to that of the third, without a timeline. Only functions of this project count:
+A step is traced on rank 0's main thread, from the seed of the second step to that of the third,
+without a timeline. Only functions of this project count:
 
     lines     code lines of all functions that are entered, each once, without docstrings
     files     in which they are
-    depth     of calls among them, the most; `frames` counts torch's, too
+    depth     of calls among them, the most
     stored    functions that are called under a name that is not their own: out of an attribute, an
               argument or a variable. A search for the call does not find them.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,19 +24,10 @@ from typing import Any
 
 import pytest
 
-from tests.project.programs import ROOT, TINY, run
-from tests.ranks import Ranks, start_server
+from tests.project.programs import ROOT, TINY, finish
+from tests.ranks import Ranks
+from tests.test_layout import code_lines
 from training import loop
-from training.files import show
-
-LAYOUTS = {
-    "ddp": "train ddp",
-    "threads": "run_pipeline --model_parallel_mode pipeline_parallel --num_devices 2",
-    "processes": "train pipeline",
-    "ZeRO-3": "train fsdp",
-    "tensor": "train tensor",
-    "context": "train context",
-}
 
 
 @dataclass
@@ -49,7 +35,6 @@ class Trace:
     """What has been entered so far."""
 
     depth: int = 0
-    frames: int = 0
     entered: set[CodeType] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
 
@@ -60,7 +45,6 @@ class Trace:
         code, caller = frame.f_code, frame.f_back
         self.entered.add(code)
         self.depth = max(self.depth, sum(_ours(outer.f_code) for outer in _outwards(frame)))
-        self.frames = max(self.frames, sum(1 for _ in _outwards(frame)))
         if caller is not None and _ours(caller.f_code) and not _named(code, caller.f_code):
             self.stored.add(f"{code.co_name}, {Path(code.co_filename).name}")
 
@@ -73,7 +57,6 @@ class Trace:
             "lines": sum(map(len, lines.values())),
             "files": sorted(str(Path(file).relative_to(ROOT)) for file in lines),
             "depth": self.depth,
-            "frames": self.frames,
             "stored": sorted(self.stored),
         }
 
@@ -107,16 +90,11 @@ def _named(code: CodeType, caller: CodeType) -> bool:
 
 @cache
 def _lines_of(code: CodeType) -> frozenset[int]:
-    """The numbers of a function's code lines: those of its text that are part of a statement."""
-    text = Path(code.co_filename).read_text("utf-8").splitlines()
-    found, begin = inspect.getblock([f"{x}\n" for x in text[code.co_firstlineno - 1 :]]), 0
-    begin = code.co_firstlineno
-    numbers = {begin + k for k, x in enumerate(found) if x.strip() and x.strip()[0] != "#"}
-    for node in ast.walk(ast.parse("\n".join(text))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            assert node.end_lineno is not None
-            numbers -= {*range(node.lineno, node.end_lineno + 1)}  # docstrings
-    return frozenset(numbers)
+    """The numbers of a function's code lines."""
+    path, first = Path(code.co_filename), code.co_firstlineno
+    text = path.read_text("utf-8").splitlines(keepends=True)
+    block = inspect.getblock(text[first - 1 :])
+    return frozenset(code_lines(path) & {*range(first, first + len(block))})
 
 
 def trace_second_step(rank: int, patches: pytest.MonkeyPatch, result: Path) -> None:
@@ -134,32 +112,10 @@ def trace_second_step(rank: int, patches: pytest.MonkeyPatch, result: Path) -> N
     patches.setattr(loop, "seed_step", seed_step)
 
 
-def counts_of(line: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
+def counts_of(line: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Those of a step of a program."""
     result = folder / "counts.json"
     tamper = partial(trace_second_step, result=result)
-    assert run(f"{line} {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)[1] is None
+    finish(f"{line} {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)
     counts: dict[str, Any] = json.loads(result.read_text())
     return counts
-
-
-def main() -> None:
-    """Prints a line per layout."""
-    start_server()
-    ranks = Ranks(2)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        for name, line in LAYOUTS.items():
-            counts = counts_of(line, None if name == "threads" else ranks, Path(folder))
-            files, stored = counts["files"], counts["stored"]
-            show(
-                f"{name:10} {counts['lines']:5} lines {len(files):3} files "
-                f"{counts['depth']:3} deep {counts['frames']:3} frames {len(stored):3} stored"
-            )
-            if "-v" in sys.argv:
-                show("   " + "\n   ".join([*files, *stored]))
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from examples import lora
 from examples import pipeline_of_any_model as any_model
 from project import plot
-from tests.project.programs import ROOT, TINY, parse, run
+from tests.project.programs import ROOT, TINY, finish, parse
 from tests.ranks import Ranks, under_torchrun
 from tests.test_readme import check
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def _here(command: list[str], **_: object) -> None:
     """Runs a program of ours in this process, which has imported its libraries."""
     assert Path(command[1]).is_file()
-    assert run(" ".join([Path(command[1]).stem, *command[2:]]))[1] is None
+    finish(" ".join([Path(command[1]).stem, *command[2:]]))
 
 
 @pytest.mark.filterwarnings("ignore:The train function is executing locally")
@@ -98,10 +98,13 @@ def test_slurm_requeues_a_job_that_has_saved_on_notice(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if notice else "")
 
 
+NOTEBOOK = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
+CELLS = [cell["source"] for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
 def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Its commands, on a smaller model; the picture that it shows is there in the end."""
-    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
-    lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
+    lines = "".join("".join(source) + "\n" for source in CELLS)
     for program, options in re.findall(r"^!{python} project/(\w+)\.py (.*)$", lines, re.MULTILINE):
         options = options.replace("workdir_notebook", str(tmp_path / "workdir_notebook"))
         if program == "plot":
@@ -109,7 +112,7 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
             continue
         smaller = f"{program} {options} {TINY} --n_epochs 1".replace("--world_size 2", "")
         alone = program == "run_pipeline"
-        assert run(smaller, None if alone else ranks)[1] is None
+        finish(smaller, None if alone else ranks)
     (shown,) = re.findall(r'Image\("(.*)"\)', lines)
     assert (tmp_path / shown).is_file()
 
@@ -118,8 +121,7 @@ def test_the_first_cell_of_the_notebook_may_be_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves examples/ once, and installs where its own Python is."""
-    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
-    *lines, install = next(c["source"] for c in cells if c["cell_type"] == "code")
+    *lines, install = CELLS[0]
     assert install == "%pip install --quiet -r requirements.txt"
     (tmp_path / "repository/examples").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "repository/examples")
@@ -258,5 +260,4 @@ def test_the_small_recipes_run(ranks: Ranks) -> None:
             less = "--num_batches 4 --warmup_steps 2 --n_layer 1 --n_embd 16 --n_head 2 --n_test 2 "
             few = "--batch_size 6 --n_train 20 --n_validation 9 --vocab_size 300"
             decay = "--decay_steps 2" if "wsd" in path.read_text() else ""
-            printed, error = run(f"train @{path} {less} {few} {decay}", ranks)
-            assert error is None, printed
+            finish(f"train @{path} {less} {few} {decay}", ranks)

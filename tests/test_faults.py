@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults.faults import LAYOUTS, OPTIONS, hash_of, kill, notice, scores_of
 from tests.faults.faults import run as run_struck
-from tests.project.programs import run
+from tests.project.programs import finish
 from tests.ranks import Ranks
 from training.results import read_metrics
 
@@ -22,7 +22,7 @@ def test_a_killed_rank_costs_a_step_and_notice_nothing(ranks: Ranks, tmp_path: P
     """Both befall one run on one host. Notice ends it, with what it has done by then."""
     line = " ".join([*PICTURES.words, *OPTIONS, "--workdir", str(tmp_path)])
     # Left alone, until the end of the step in which the other gets notice.
-    assert run(line, ranks, None, stop_at=10)[1] is None
+    finish(line, ranks, None, stop_at=10)
     asked = replace(notice(step=9), undo=None)
     found = run_struck(PICTURES, 1, kill(rank=1, step=5), asked, forks=True)
     assert (found.statuses, found.left) == ([1], []), found.said[-3000:]  # torchrun's

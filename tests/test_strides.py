@@ -120,16 +120,6 @@ def test_a_fused_update_is_that_of_one_process(_: int, _world_size: int, way: st
 
 
 @on_ranks(2)
-def test_gradients_lie_as_their_parameters(_: int, _world_size: int) -> None:
-    """In buckets, which are views, and as a stage hands them over."""
-    net = DistributedDataParallel(odd_layers())
-    square_error(net(X), Y).backward()
-    net.average_gradients()
-    for p in net.parameters():
-        assert p.grad is not None and p.grad.stride() == p.stride()
-
-
-@on_ranks(2)
 def test_a_module_that_lies_otherwise_on_another_rank_is_refused(rank: int, _: int) -> None:
     """Buckets hold gradients in the order of the memory."""
     layer = nn.Linear(2, 3)

@@ -367,35 +367,18 @@ def test_torch_computes_every_other_product_again() -> None:
     assert step.whole == 2 * 8192 * 2 * 7.75 * 4096
 
 
-def test_what_waits_for_the_weights_is_the_gradient_of_the_logits() -> None:
-    """1F1B's last stage holds one micro-batch; ZB-H1's up to four, of 2 bytes a logit, not 6."""
-    layouts = (Layout(4, pp=4, batch_size=64, schedule=name) for name in ("1f1b", "zb"))
-    whole, halves = (PricedStep(MODEL, layout, A100) for layout in layouts)
-    logits = 1024 * 50257
-    assert whole.stages[-1].held - halves.stages[-1].held == pytest.approx(4 * logits)
-
-
-def test_a_fused_loss_needs_fewer_bytes_per_logit() -> None:
-    """4 of each, not 12, when backward begins: all activations are there, too."""
-    layout = Layout(8, dp=8, batch_size=64, micro_batch=8, zero=3)
-    plain, fused = (
-        PricedStep(MODEL, layout, replace(A100, loss=name)).memory[0] for name in ("plain", "fused")
-    )
-    assert sum(plain) - sum(fused) == pytest.approx(8 * 8 * 1024 * 50257)
-
-
 def test_logits_and_what_is_computed_again_are_not_there_together() -> None:
-    """With large logits the peak is the beginning of backward; with small ones, a block that is
-    computed again when the logits are gone."""
+    """With large logits the peak is the beginning of backward, which has 12 bytes of each, or 4 if
+    the loss is fused; with small ones, a block that is computed again when the logits are gone."""
     layout = Layout(8, dp=8, batch_size=64, micro_batch=8, recompute="always")
-    for vocab in (50257, 1000):
+    for vocab, loss, each in ((50257, "plain", 12), (50257, "fused", 4), (1000, "plain", 12)):
         model = replace(MODEL, vocab=vocab)
-        step = PricedStep(model, layout, A100)
+        step = PricedStep(model, layout, replace(A100, loss=loss))
         (found,) = step.memory
         held = 24 * step.entry
         logits = 8 * 1024 * vocab
         tables = 2 * 2 * model.table
-        moments = held + 12 * logits, held + step.whole
+        moments = held + each * logits, held + step.whole
         assert found.activations + found.working == pytest.approx(max(moments) + tables)
         assert (moments[0] > moments[1]) == (vocab > 1000)
 
@@ -412,13 +395,16 @@ def test_what_fits_is_the_whole_run() -> None:
 
 def test_what_splits_its_backward_holds_gradients_of_products() -> None:
     """Under zero bubble, of one micro-batch: of q, k, v, the heads' output, the MLP's two, 3, 1, 4
-    and 1 times the width. 1F1B's first of 4 stages holds 4 micro-batches either way."""
+    and 1 times the width. 1F1B's first of 4 stages holds 4 micro-batches either way, and its last
+    one; ZB-H1's last up to four, each with the gradient of its logits, of 2 bytes, not 6."""
     layout = Layout(4, pp=4, batch_size=64, micro_batch=4)
     whole, split = (PricedStep(MODEL, replace(layout, schedule=s), A100) for s in ("1f1b", "zb"))
     assert split.seconds < whole.seconds
     assert split.bubble < whole.bubble
     late = 6 * 4 * 1024 * 9 * 1024 * 2  # blocks, sequences, positions, width, bytes
     assert split.memory[0].working - whole.memory[0].working == late
+    logits = 4 * 1024 * 50257
+    assert whole.stages[-1].held - split.stages[-1].held == pytest.approx(4 * logits)
 
 
 def test_nothing_runs_beside_the_computation_of_a_core() -> None:

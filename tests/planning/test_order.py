@@ -72,10 +72,3 @@ def test_the_command_writes_what_runs(
     main(sizes.split())
     assert "No better order was found: take --schedule zbv" in capsys.readouterr().out
     assert not path.exists()
-    for words, wrong in (
-        (f"{sizes} --memory 0.5", "--memory 0.5: every schedule holds more; 1 works"),
-        (f"{sizes} --times none", "none: there is no such folder; name the --workdir of a run"),
-    ):
-        with pytest.raises(SystemExit):
-            main(words.split())
-        assert wrong in capsys.readouterr().err

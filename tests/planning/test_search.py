@@ -144,17 +144,13 @@ def test_why_a_layout_is_slower() -> None:
     assert re.search(r"slower: tp 16 leaves the node: \d+% of the step waits", why(inside, outside))
 
 
-def test_positions_are_whole_where_that_is_asked_for() -> None:
-    """Also of a cut model."""
-    cut = [layout.tp for layout in layouts(MODEL, 8, 64)]
-    assert [x.tp for x in layouts(MODEL, 8, 64, sequence_parallel=False)] == cut
-
-
 def test_every_cut_divides_heads_and_the_mlp() -> None:
+    """Also where positions are to be whole."""
     for model, cuts in (
         (replace(MODEL, ffn=4098), {1, 2}), (replace(MODEL, heads=4), {1, 2, 4}),
     ):  # fmt: skip
-        assert {layout.tp for layout in layouts(model, 8, 64)} == cuts
+        for given in ({}, {"sequence_parallel": False}):
+            assert {layout.tp for layout in layouts(model, 8, 64, **given)} == cuts
 
 
 def test_a_preset_is_named_if_its_sizes_are() -> None:

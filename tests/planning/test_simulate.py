@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
 
 from pipeline.schedules.catalogue import SCHEDULES, find
-from pipeline.schedules.chunks import interleaved_1f1b
 from pipeline.schedules.schedule import (
     Action,
     Kind,
@@ -43,14 +41,10 @@ B = HALF + W
 SIZES = [(2, 5), (3, 4), (4, 8), (5, 24), (8, 24)]
 
 
-def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Simulation:
-    """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has.
-    Backwards are whole, as in the papers' formulas."""
-    whole = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
-    simulator = Simulator(whole(n, m))
-    stages = len(simulator.ranks)
-    seconds = with_times(*([part * n / stages] * stages for part in (F, HALF, W)))
-    return simulator.run(Work(seconds, lambda _: transfer, **more))
+def run(name: str, n: int, m: int, transfer: Any = C) -> Simulation:
+    """All stages alike. (With several stages per rank: test_schedule.py, and test_explore.py.)"""
+    seconds = with_times(*([part] * n for part in (F, HALF, W)))
+    return Simulator(SCHEDULES[name](n, m)).run(Work(seconds, lambda _: transfer))
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
@@ -63,16 +57,6 @@ def test_closed_forms_of_a_step(n: int, m: int) -> None:
     trips = n - 1 + m - 1 - math.ceil(Fraction(m - 1, n))
     assert span["1f1b"] == (m + n - 1) * (F + B) + 2 * trips * C
     assert span["zb"] == m * (F + B) + (n - 1) * (F + HALF - W) + 4 * (n - 1) * C
-
-
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_closed_forms_of_the_bubble(n: int, m: int) -> None:
-    for name in ("gpipe", "1f1b"):
-        found = run(name, n, m, 0)
-        assert found.bubble == pipeline_bubble(n, m)
-        assert found.bubble_over_work == Fraction(n - 1, m)
-    for v in (2, 3):
-        assert run("interleaved", n, n * m, 0, v).bubble == pipeline_bubble(n, n * m, v)
 
 
 def relaxed(schedule: Schedule, work: Work) -> dict[Action, Any]:
@@ -128,13 +112,6 @@ def test_uneven_stages_are_timed_as_defined(name: str, overlap: bool) -> None:
         assert row[-1].end == found.busy[r] + idle + held
 
 
-def test_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
-    """Two stages, one micro-batch: F F, R B, then the first stage, which has done its R, B."""
-    found = run("1f1b", 2, 1, 0, recompute=lambda _: F)
-    assert found.span == 2 * F + F + 2 * B
-    assert found.busy == [F + F + B] * 2
-
-
 def test_gradients_are_exchanged_during_the_last_backward_or_after_it() -> None:
     one = Simulator(one_f_one_b(1, 3))
     times = with_times([F], [HALF], [W])
@@ -177,8 +154,9 @@ def test_a_deadlock_is_named() -> None:
 
 
 def test_a_hundred_stages_and_micro_batches() -> None:
-    found = Simulator(one_f_one_b(100, 120)).run(Work(lambda _: 1))
-    assert found.bubble == pytest.approx(float(pipeline_bubble(100, 120)))
+    found = run("1f1b", 100, 120, 0)
+    assert found.bubble == pipeline_bubble(100, 120)
+    assert found.bubble_over_work == Fraction(99, 120)
 
 
 def test_equal_actions_last_as_long_though_few_backwards_are_whole() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.programs import PAIRS, PLAIN, TEXT, run
+from tests.project.programs import PAIRS, PLAIN, TEXT, finish
 from tests.ranks import Ranks
 
 
@@ -80,8 +80,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learn:
             if not text.exists():
                 text.write_text(TEXT, encoding="utf-8")
             if not (workdir / "summary.json").exists():
-                printed, error = run(f"train single {lines[what]} {where}")
-                assert error is None, printed
+                finish(f"train single {lines[what]} {where}")
         return Learned(lines[what], workdir)
 
     return learn

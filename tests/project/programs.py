@@ -168,6 +168,15 @@ def run(
     return printed, error
 
 
+def finish(
+    line: str, ranks: Ranks | None = None, tamper: Tamper | None = None, stop_at: int | None = None
+) -> str:
+    """What a program prints that must end without an error."""
+    printed, error = run(line, ranks, tamper, stop_at)
+    assert error is None, f"{printed}{error}"
+    return printed
+
+
 def printed_by_generate(*words: str) -> str:
     """What generate.py prints."""
     printed = io.StringIO()

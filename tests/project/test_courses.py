@@ -22,13 +22,14 @@ from tests.project.programs import (
     TINY,
     VGG,
     course_commands,
+    finish,
     in_folder,
     names_in,
     on_rank,
     parse,
     run,
     summary,
-)  # fmt: skip
+)
 from tests.ranks import Ranks
 
 # Checkpoints and translations would take most of the time.
@@ -97,8 +98,7 @@ def test_cmu_11868(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
             drawn.append(draw(options))
         elif "--pytest" not in options and "--benchmark_only" not in options:
             alone = program == "run_pipeline"
-            printed, error = run(f"{line} {SMALL} --n_epochs 1", None if alone else ranks)
-            assert error is None, printed
+            printed = finish(f"{line} {SMALL} --n_epochs 1", None if alone else ranks)
             trained.append(printed.partition(":")[0])
     assert trained == ["ddp", "model_parallel", "pipeline_parallel", "pipeline_parallel"]
     assert drawn == [
@@ -128,8 +128,7 @@ def test_the_script_of_the_newest_edition_finds_its_lines(ranks: Ranks) -> None:
     small = SMALL.replace("--batch_size 6 --n_train 20", "--n_train 300") + "--max_batches 2"
     for number, line in enumerate(lines):
         work, n = Path(f"work{number}").resolve(), 1 + ("--world_size 2" in line)
-        printed, error = run(f"{line} {small} --workdir {work}", ranks if n == 2 else None)
-        assert error is None, printed
+        printed = finish(f"{line} {small} --workdir {work}", ranks if n == 2 else None)
         found = script(printed, OF_A_PIPELINE if line.startswith("run_pipeline") else OF_RANKS)
         assert found == [(epoch, rank) for epoch in range(3) for rank in range(n)]
         # Nothing is validated or generated, and an epoch has two steps.
@@ -153,16 +152,6 @@ def test_brown_cs1390(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
             n, folder = args.world_size, args.workdir.resolve()  # where it is by default
             seen.append(args.strategy)
             line += f" {VGG} --keep 0 --num_batches 3 --workdir {folder}"
-            printed, error = run(line, ranks if n == 2 else None)
-            assert error is None, printed
+            finish(line, ranks if n == 2 else None)
     assert seen == ["none", "ddp", "ddp", "ddp", "fsdp", "pipeline"]
     assert drawn == ["split_time.png", "throughput.png", "memory.png", "timeline_pipeline2.png"]
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_one_process_trains_the_same_short_epochs() -> None:
-    """With --max_batches plain training, too, begins the next epoch after two of four steps."""
-    line = f"train single {VGG} --n_epochs 2 --max_batches 2 --warmup_steps 3 --check_weights"
-    printed, error = run(line)
-    assert error is None and "weights: agree with one process" in printed, printed
-    assert len(summary()["loss"]) == 4

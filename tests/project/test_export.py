@@ -26,11 +26,11 @@ from tests.project.programs import (
     SAME,
     TEXT,
     TINY,
+    finish,
     losses,
     names_in,
     parse,
     printed_by_generate,
-    run,
     summary,
 )
 from tests.ranks import Ranks, under_torchrun
@@ -159,8 +159,7 @@ def losses_of_programs(model: Path, ranks: Ranks, *on_ranks: str) -> list[list[f
     for program in ("train single", *on_ranks):
         workdir = Path(program).resolve()
         on = ranks if program in on_ranks else None
-        printed, error = run(f"{program} {line} --workdir '{workdir}'", on)
-        assert error is None, printed
+        finish(f"{program} {line} --workdir '{workdir}'", on)
         found.append(losses(workdir))
     return found
 
@@ -249,18 +248,9 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
     weights.rename("model/pytorch_model.bin")
     with pytest.raises(UserError, match=r"wte.weight is missing in its \*\.safetensors"):
         parse(line + "24")
+    with under_torchrun(rank=1, local_rank=1):  # the first rank of its host has loaded it
+        assert parse("train tensor --model model --model_max_length 24").model == "model"
     Path("model/pytorch_model.bin").rename(weights)
     path.unlink()
     with pytest.raises(UserError, match="Couldn't instantiate the backend tokenizer"):
         parse(line + "24")
-
-
-def test_the_first_rank_of_a_host_checks_what_a_model_is(pairs: Path) -> None:
-    """Under torchrun, where each rank parses the command line: the others would load it, too."""
-    shutil.copytree(pairs, "model")
-    Path("model/model.safetensors").unlink()
-    line = "train tensor --model model --model_max_length 24"
-    with under_torchrun(), pytest.raises(UserError, match="is missing in its"):
-        parse(line)
-    with under_torchrun(rank=1, local_rank=1):
-        assert parse(line).model == "model"

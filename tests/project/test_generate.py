@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tests.plain_gpt2 import build_model
 from tests.project.conftest import Refusal
 from tests.project.programs import (
     FLOW,
-    ROOT,
     TINY,
     VGG,
     large_weights,
@@ -100,7 +97,8 @@ def test_text_that_looks_like_a_token_is_text(trained: Trained) -> None:
     assert trained[1].decode(ids, skip_special_tokens=True) == "Ei<eos_de>"
 
 
-def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
+def test_what_is_no_model_is_known_from_the_command_line(refusal: Refusal) -> None:
+    """Without torch: test_options.py."""
     Path("work").mkdir()
     for name in ("nowhere", "./nowhere", "work/nowhere", "a/b/c", "/a/b"):
         said = refusal(generate.parse_generate, [name])
@@ -109,12 +107,6 @@ def test_what_is_no_model_is_known_without_torch(refusal: Refusal) -> None:
     assert "the following arguments are required: FOLDER; --help" in said
     for name in ("work", "openai-community/gpt2"):
         assert generate.parse_generate([name]).trained == name
-    code = "import sys, runpy; sys.argv = ['generate.py', *sys.argv[1:]]\n"
-    code += f"try: runpy.run_path({str(ROOT / 'project/generate.py')!r}, run_name='__main__')\n"
-    code += "finally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, "nowhere"], capture_output=True, text=True)
-    begin = "generate.py: error: FOLDER nowhere: there is no such folder; the --workdir of a run"
-    assert (done.returncode, done.stderr[: len(begin)]) == (2, begin)
 
 
 def test_workdir_checkpoint_and_export_give_the_same(

@@ -10,7 +10,7 @@ import pytest
 
 from data_parallel import dataset
 from tests.project.conftest import Learn, WorldOf
-from tests.project.programs import FLOW, VGG, assert_same_run, losses, run
+from tests.project.programs import FLOW, VGG, assert_same_run, finish, losses, run
 from tests.ranks import Ranks
 from training.launch.errors import RunError
 from training.tasks import tokens as data
@@ -49,8 +49,7 @@ def test_a_layout_is_one_process(
     one = learned(what)
     assert losses(one.workdir)[-1] < losses(one.workdir)[0]
     cut = line.startswith(("train fsdp", "train 3d"))
-    printed, error = run(f"{line} {one.line}", world_of(n), refuse_the_whole if cut else None)
-    assert error is None, printed
+    finish(f"{line} {one.line}", world_of(n), refuse_the_whole if cut else None)
     assert_same_run("work", one.workdir)
 
 

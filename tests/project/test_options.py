@@ -181,20 +181,21 @@ FOREIGN = {
 
 
 def test_help_is_short_complete_and_answered_without_torch() -> None:
-    """For which everybody would wait, for seconds. So are misspelt values."""
-    lines = ["run_pipeline --schedule 1fb1", "plot timelin x"]
+    """For which everybody would wait, for seconds. So are misspelt values and folders."""
+    lines = ["run_pipeline --schedule 1fb1", "plot timelin x", "generate nowhere"]
     lines += [f"{line} --help" for line in (*OTHERS, *EXPLAINED, "train")]
     done = subprocess.run(
         [sys.executable, "-c", HELP, *lines], cwd=ROOT, capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "118"},
     )  # fmt: skip
-    _, _, *pages, strategies, imported = done.stdout.split("=====\n")
+    _, _, _, *pages, strategies, imported = done.stdout.split("=====\n")
     for line in OTHERS:
         program, _, command = line.partition(" ")
         assert pages.pop(0).startswith(" ".join((f"usage: {program}.py", command)))
     assert imported.split() == []
-    word, choice = done.stderr.splitlines()
+    word, choice, folder = done.stderr.splitlines()
     assert " 1fb1: it must be one of gpipe, " in word and " invalid choice: 'timelin' " in choice
+    assert folder.startswith("generate.py: error: FOLDER nowhere: there is no such folder; ")
     for page, (line, options) in zip(pages, EXPLAINED.items(), strict=True):
         assert page.startswith(f"usage: {line.split()[0]}.py")
         assert 40 < page.count("\n") < 170
@@ -276,14 +277,12 @@ GPUS = (
 # ranks that it means, or what is said.
 MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (4, 4), DP, 4),
-    (0, (4, 4), TRAIN + "--num_workers 4", 4),
     (0, (4, 4), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 4),  # two replicas, or one:
     (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
     (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
      "3d --world_size 3: dp x cp x pp x tp is 2; start 2 ranks: --world_size 2 works"),
     (0, (2, 2), DP + "-w 2", 2),
     (0, (2, 2), DP + "-w 4", "--world_size 4: torchrun started 2; leave it out"),
-    (0, (2, 2), TRAIN + "-w 4", "--world_size 4: torchrun started 2; leave it out"),
     (0, (4, 4), PP, "--model_parallel_mode none: torchrun started 4 ranks, and run_pipeline.py is "
      "one process; start it without torchrun, or take project/train.py pipeline, whose stages are "
      "ranks"),

@@ -58,9 +58,6 @@ def test_what_it_prints(trained: tuple[Path, CompletedProcess[str]]) -> None:
     assert [line for line in progress if not re.match(of_progress, line)] == []
     layout, *lines = done.stdout.rstrip().split("\n")
     assert layout == "ddp: 2 ranks, micro-batches: automatic, 2 epochs"
-    assert [row.split(":")[0] for row in lines if "Rank" in row] == [
-        f"Epoch {epoch} on Rank {rank}" for epoch in range(2) for rank in range(2)
-    ]
     assert lines[-1] == "Results are in work/; the curves are drawn in work/training.png."
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,13 +22,14 @@ from tests.project.programs import (
     TINY,
     VGG,
     assert_same_run,
+    finish,
     names_in,
     parse,
     read_json,
     run,
     summary,
     weights,
-)  # fmt: skip
+)
 from tests.ranks import Ranks, under_torchrun
 from training.checkpoint import Checkpoint, Saver
 from training.launch.errors import UserError, counted
@@ -66,6 +67,12 @@ def outcome(workdir: Path) -> tuple[Any, ...]:
     return summary(workdir)["loss"], results, bits
 
 
+def taken(typed: str, names: str) -> list[Any]:
+    """These options of a resume of the run in work/."""
+    args = parse(f"{typed} --resume --workdir work")
+    return [getattr(args, name) for name in names.split()]
+
+
 def counts(workdir: Path) -> dict[str, float]:
     """The positions and the tokens of each epoch, of all ranks together."""
     of_epochs: dict[str, float] = defaultdict(float)
@@ -87,8 +94,7 @@ def test_with_the_same_layout_bit_for_bit(
     whole, parts = Path("whole").resolve(), Path("parts").resolve()
     for workdir, last in ((whole, None), (parts, stop_at), (parts, None)):
         where = f"--workdir {workdir} --save_every 2 --resume"
-        printed, error = run(f"{line} {where}", world_of(n), stop_at=last)
-        assert error is None, printed
+        printed = finish(f"{line} {where}", world_of(n), stop_at=last)
         begins = workdir == whole or last is not None
         assert ("has no checkpoint; starting afresh, as typed." in printed) == begins
     assert f": {stop_at // 2 * 2} steps done." in printed
@@ -101,8 +107,7 @@ def test_a_run_that_is_validated_within_epochs_is_the_one_that_is_not(learned: L
     """Bit for bit; and a resume validates what was not validated yet, once: as a run's end does."""
     one, where = learned("dropout"), "--num_microbatches 1 --save_every 3 --eval_every 1"
     for last in (3, 7, None):  # saved, and not validated; a step after
-        printed, error = run(f"train single {one.line} {where} --resume", stop_at=last)
-        assert error is None, printed
+        printed = finish(f"train single {one.line} {where} --resume", stop_at=last)
     work = Path("work").resolve()
     assert outcome(work) == outcome(one.workdir)
     lines = [numbers for numbers in read_metrics(work) if "loss" not in numbers]
@@ -130,43 +135,34 @@ def test_the_checkpoint_with_the_lowest_validation_loss_stays(
     run(line + "--num_batches 7", stop_at=2)
     shutil.rmtree("work/checkpoints/000001-epoch0-step1")  # which was the best
     for last in (4, 6, None):
-        assert run("train single --resume", stop_at=last)[1] is None
+        finish("train single --resume", stop_at=last)
     kept = {path.name.partition("-")[2] for path in Path("work/checkpoints").iterdir()}
     assert kept == {"epoch1-step1", "epoch1-step3"}
 
 
-# Each of which drops what one process does, a step or so.
-STEPS = [
-    (2, "run_data_parallel"),
-    (4, "train 3d --dp 2 --tp 2 --zero 3"),
-    (4, "train 3d --dp 2 --cp 2 --zero 3 --shards 1"),
-    (4, "train 3d --pp 2 --tp 2"),
-    (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),  # to the end: it costs least
-]
+# Each of which drops what one process does, a step or so; the last goes on to the end.
+STEPS = {
+    "dropout": [
+        (2, "run_data_parallel"),
+        (4, "train 3d --dp 2 --tp 2 --zero 3"),
+        (4, "train 3d --dp 2 --cp 2 --zero 3 --shards 1"),
+        (4, "train 3d --pp 2 --tp 2"),
+        (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),
+    ],
+    "experts": [(2, "train ddp --ep 2"), (2, "train fsdp --ep 2"), (1, "train single")],
+}
 
 
+@pytest.mark.parametrize("what", STEPS)
 def test_any_program_resumes_what_any_other_has_saved(
-    learned: Learn, ranks: Ranks, four_ranks: Ranks
+    learned: Learn, world_of: WorldOf, what: str
 ) -> None:
-    """Four layouts in turn, dropout on, are one process; so is what they translate."""
-    one = learned("dropout")
-    for stop_at, (n, layout) in enumerate(STEPS, 1):
-        on = {1: None, 2: ranks, 4: four_ranks}[n]
-        last = None if stop_at == len(STEPS) else stop_at
-        printed, error = run(f"{layout} {one.line} --save_every 1 --resume", on, stop_at=last)
-        assert error is None, printed
+    """Layouts in turn, dropout on, are one process; so is what they translate."""
+    one, layouts = learned(what), STEPS[what]
+    for stop_at, (n, layout) in enumerate(layouts, 1):
+        line, last = f"{layout} {one.line} --save_every 1 --resume", stop_at
+        printed = finish(line, world_of(n), stop_at=last if last < len(layouts) else None)
         assert stop_at == 1 or f": {counted(stop_at - 1, 'step')} done." in printed
-    assert_same_run("work", one.workdir)
-
-
-def test_experts_lie_elsewhere_after_a_resume(learned: Learn, ranks: Ranks) -> None:
-    """Shared by two ranks, sharded, and on one: they are one process."""
-    one = learned("experts")
-    layouts = ("train ddp --ep 2", "train fsdp --ep 2", "train single")
-    for stop_at, line in enumerate(layouts, 1):
-        on, last = (None, None) if stop_at == len(layouts) else (ranks, stop_at)
-        printed, error = run(f"{line} {one.line} --save_every 1 --resume", on, stop_at=last)
-        assert error is None, printed
     assert_same_run("work", one.workdir)
 
 
@@ -175,24 +171,18 @@ def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
     layout, for the same strategy."""
     line = f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1 --save_every 4 --world_size 1 "
     run(line + "--gradient_sync flat --timeout 9 --n_test all --cores_per_rank 1", stop_at=5)
-    resumed = "--resume --workdir work "
-
-    def taken(typed: str) -> tuple[Any, ...]:
-        args = parse(f"{typed} {resumed}")
-        assert (args.workdir, args.cores_per_rank) == (Path("work"), 1)
-        return args.save_every, args.timeout, args.world_size, args.gradient_sync
-
-    args = parse(f"train ddp {resumed} --n_epochs 99")
-    assert (args.n_test, args.warmup_steps) == (None, 4)  # half of the eight steps of that run
-    assert taken("run_data_parallel") == (4, 9.0, 1, "flat")
-    assert taken("run_data_parallel --num_workers 3") == (4, 9.0, 3, "overlap")
-    assert taken("train ddp --save_every 5")[:3] == (5, 9.0, 1)
-    assert taken("train ddp --keep 0")[:3] == (4, 9.0, 1)  # saves none
-    assert taken("train fsdp")[:3] == (4, 9.0, 2)
+    # The warm-up is half of the eight steps of that run.
+    assert taken("train ddp --n_epochs 99", "n_test warmup_steps") == [None, 4]
+    of_run = "cores_per_rank save_every timeout world_size"
+    of_program = f"{of_run} gradient_sync"
+    assert taken("run_data_parallel", of_program) == [1, 4, 9.0, 1, "flat"]
+    assert taken("run_data_parallel --num_workers 3", of_program) == [1, 4, 9.0, 3, "overlap"]
+    assert taken("train ddp --save_every 5", of_run) == [1, 5, 9.0, 1]
+    assert taken("train ddp --keep 0", of_run) == [1, 4, 9.0, 1]  # saves none
+    assert taken("train fsdp", of_run) == [1, 4, 9.0, 2]
     with under_torchrun():
-        assert taken("run_data_parallel") == (4, 9.0, 2, "overlap")
-    printed, error = run("train fsdp --resume", ranks)
-    assert error is None, printed
+        assert taken("run_data_parallel", of_program) == [1, 4, 9.0, 2, "overlap"]
+    printed = finish("train fsdp --resume", ranks)
     assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
     assert len(summary()["loss"]) == 8
 
@@ -205,14 +195,13 @@ def test_data_and_a_tokenizer_may_have_moved() -> None:
     Path("bpe").mkdir()
     for name in TOKENIZER_FILES:
         Path("work", name).rename(Path("bpe", name))
-    _, error = run(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
-    assert error is None
+    finish(f"train single {TINY} --dataset own --tokenizer bpe --num_batches 2")
     shutil.rmtree("bpe")
     Path("job_2").mkdir()
     Path("own").rename("job_2/own")
     for n, dataset in enumerate(("job_2/own", Path("job_2/own").absolute(), "job_2/own/"), 3):
-        printed, error = run(f"train single --resume --num_batches {n} --dataset {dataset}")
-        assert error is None and f": {n - 1} steps done." in printed
+        printed = finish(f"train single --resume --num_batches {n} --dataset {dataset}")
+        assert f": {n - 1} steps done." in printed
     Path("job_2/own").rename("other")
     with pytest.raises(UserError, match=r"^--dataset other with --resume: 000004-"):
         run("train single --resume --dataset other")
@@ -222,28 +211,25 @@ class Killed(BaseException):
     pass
 
 
-def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It ended while it read its data."""
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0")
+def end_while_it_reads(line: str, error: BaseException) -> None:
+    """A run that this ends while it reads its data."""
+    with patch.object(train, "load_texts", side_effect=error), pytest.raises(type(error)):
+        run(line)
+
+
+def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started() -> None:
+    end_while_it_reads(f"train single {TINY} --num_batches 2 --seed 7 --warmup_steps 0", Killed())
     started = Path("work/options.json").read_bytes()
     for line in ("train single --resume", f"train single {TINY} --seed 8"):
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="away now"):
-            patch.setattr(train, "load_texts", Mock(side_effect=UserError("the data are away now")))
-            run(line)
+        end_while_it_reads(line, UserError("the data are away now"))
         assert Path("work/options.json").read_bytes() == started
-    printed, error = run("train single --resume")
-    assert error is None
+    printed = finish("train single --resume")
     assert "has no checkpoint; starting afresh, with the options in options.json." in printed
     assert (summary()["model"], summary()["seed"], len(summary()["loss"])) == ("gpt2-mini", 7, 2)
     assert summary()["warmup_steps"] == 0  # by default it is 1
     before = Path("work/options.json").read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train, "load_texts", Mock(side_effect=Killed))
-        run("train single --model gpt2")  # whose folder is still the earlier run's
+    # Its folder is still the earlier run's.
+    end_while_it_reads("train single --model gpt2", Killed())
     assert Path("work/options.json").read_bytes() == before
     shutil.rmtree("work/checkpoints")
     for typed in ("--seed 8", "--model gpt2", "--n_train 19"):
@@ -276,8 +262,7 @@ def without_a_checkpoint(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -> None:
     run(f"train ddp {TINY} --n_epochs 1 --dropout 0.2 --save_every 1", ranks, stop_at=2)
-    printed, error = run("train ddp --resume", ranks, without_a_checkpoint)
-    assert error is None, error
+    printed = finish("train ddp --resume", ranks, without_a_checkpoint)
     assert ": 2 steps done." in printed
     assert (summary()["dropout"], len(summary()["loss"])) == (0.2, 4)
 
@@ -285,18 +270,13 @@ def test_a_host_without_the_checkpoint_has_the_options_of_rank_0(ranks: Ranks) -
 def test_a_pipeline_is_resumed_as_it_was_cut() -> None:
     """By the program of threads alone, which has a device for each stage."""
     run(f"run_pipeline {FLOW} {TINY} --schedule interleaved --n_chunk 3 --save_every 1", stop_at=1)
-
-    def taken(typed: str) -> tuple[Any, ...]:
-        args = parse(f"{typed} --resume --workdir work")
-        return args.strategy, args.schedule, args.chunks, args.num_microbatches
-
-    mode, as_it_was = "--model_parallel_mode", ("pipeline_parallel", "interleaved", 2, 3)
-    assert taken("run_pipeline") == taken(f"run_pipeline {mode} pipeline_parallel") == as_it_was
-    assert parse("run_pipeline --resume --workdir work").num_devices == 2
-    assert taken("run_pipeline --n_chunk 2") == ("pipeline_parallel", "1f1b", 1, 2)
-    one_by_one = ("model_parallel", "sequential", 1, 4)
-    assert taken(f"run_pipeline {mode} model_parallel") == one_by_one
-    assert taken("train pipeline") == ("pipeline", "1f1b", 1, None)
+    names, mode = "strategy schedule chunks num_microbatches", "run_pipeline --model_parallel_mode"
+    for typed in ("run_pipeline", f"{mode} pipeline_parallel"):
+        as_it_was = ["pipeline_parallel", "interleaved", 2, 3, 2]
+        assert taken(typed, f"{names} num_devices") == as_it_was
+    assert taken("run_pipeline --n_chunk 2", names) == ["pipeline_parallel", "1f1b", 1, 2]
+    assert taken(f"{mode} model_parallel", names) == ["model_parallel", "sequential", 1, 4]
+    assert taken("train pipeline", names) == ["pipeline", "1f1b", 1, None]
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:
@@ -308,8 +288,8 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     assert ": 4 steps done.\nNothing is left to train.\n" in printed
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
-    printed, error = run(line + "--n_epochs 2 --resume --timeline 0")
-    assert error is None and "Nothing is left" not in printed
+    printed = finish(line + "--n_epochs 2 --resume --timeline 0")
+    assert "Nothing is left" not in printed
     assert len(summary()["loss"]) == 8
     evaluations = [x["step"] for x in read_metrics(Path("work")) if "loss" not in x]
     assert evaluations == [4, 8]  # the first was repeated
@@ -380,8 +360,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     _, second, third = names_in(folder)
     (folder / third / "state.json").write_text("{")
     (folder / ".000007-epoch5-step1.part").mkdir()
-    printed, error = run(line + "--resume --keep 1", stop_at=3)
-    assert error is None
+    printed = finish(line + "--resume --keep 1", stop_at=3)
     said = [row for row in printed.splitlines() if "checkpoint" in row]
     assert said[0].startswith(f"Set aside a damaged checkpoint, as damaged-...: {folder / third}: ")
     assert said[1] == f"Resumed from {folder / second}: 2 steps done."
@@ -407,8 +386,7 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     """The first step moves every weight by 1e30. After 20 in a row the run ends, though some of
     them were before the resume."""
     line = f"train ddp {VGG} --learning_rate 1e30 --on_nan skip --keep 1 "
-    printed, error = run(line + "--num_batches 12", ranks)
-    assert error is None, printed
+    printed = finish(line + "--num_batches 12", ranks)
     assert "after epoch 3: the validation loss is nan; the run goes on" in printed
     found = summary()
     assert found["loss"][0] is not None and found["loss"][1:] == [None] * 11
