@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.pipe import Pipe
@@ -158,6 +160,24 @@ class Fuse(nn.Module):
     def blow(self, where: str) -> None:
         if self.armed and self.armed[0] == where:
             raise self.armed[1]("on purpose")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside, those of backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        """Those of matrices."""
+        aten = torch.ops.aten
+        return sum(self.counts[packet] for packet in (aten.mm, aten.addmm, aten.addmm_))
 
 
 def act(stage: Stage, action: str, x: Tensor, dy: Tensor) -> None:
