@@ -21,11 +21,10 @@ from tests.pipeline.pipeline_models import (
     Step,
     assert_trains_as_alone,
     batch,
-    one_f_one_b,
     square_error,
     tower,
 )
-from tests.pipeline.test_plain_programs import is_refused, trains_as_in_plain_pytorch
+from tests.pipeline.test_plain_programs import trains_as_in_plain_pytorch
 from tests.remote import on_device
 
 PLACES = (
@@ -78,11 +77,6 @@ def test_odd_layers_train_and_what_they_hand_on_is_copied(name: str) -> None:
     """One tensor at two places stays one, which gets both gradients. What layers compute again,
     they do inside of backward."""
     trains_as_in_plain_pytorch(name, ("cuda:0", "cuda:1"))
-
-
-@on_device
-def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
-    is_refused("memory of two", one_f_one_b, ("cuda:0", "cuda:1"))
 
 
 @pytest.mark.parametrize("step", STEPS)

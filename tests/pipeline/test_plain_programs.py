@@ -31,12 +31,10 @@ from tests.pipeline.pipeline_models import (
     Step,
     assert_close,
     cut,
-    forward_backward,
     gradients,
     in_one_process,
     one_f_one_b,
     square_error,
-    take_gradients,
 )
 from tests.pipeline.processes.test_process_errors import caught
 from tests.ranks import Ranks
@@ -151,24 +149,6 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
     trains_as_in_plain_pytorch(name)
 
 
-def test_what_computes_the_input_gets_its_gradient() -> None:
-    """In plain PyTorch the graph reaches beyond the first layer; a leaf of the input is used twice,
-    and one needs no gradient."""
-    torch.manual_seed(0)
-    first = linear().double()
-    model = nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear()).double()
-    x, y = sequences()
-    expected = in_one_process(model, given(first, x), y) | take_gradients(first)
-    with Pipe(cut(model, (1, 1)), split_size=3) as pipe:
-        loss = forward_backward(pipe, given(first, x), y)
-    assert_close(take_gradients(model) | {"loss": loss} | take_gradients(first), expected)
-
-
-def given(first: nn.Module, x: Tensor) -> Any:
-    h = first(x)
-    return h, h.sin(), x
-
-
 @dataclass
 class Plain:
     hidden: Tensor
@@ -236,23 +216,19 @@ def test_what_a_step_is_given_may_not_require_grad(what: str) -> None:
                 pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
 
 
-def is_refused(name: str, step: Step, devices: Sequence[str] = CPU) -> None:
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
     layers, sizes, said = REFUSED[name]
     model = nn.Sequential(*layers()).double()
     # Of several micro-batches the attribute may have another's shape.
     split_size = 8 if name == "an attribute" else 2
     with (
-        Pipe(place_layers([*model], sizes, devices)[0], split_size=split_size) as pipe,
+        Pipe(cut(model, sizes), split_size=split_size) as pipe,
         pytest.raises((TypeError, ValueError, RuntimeError), match=said),
     ):
         step(pipe, *sequences())
     assert set(gradients(model).values()) == {None}
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
-    is_refused(name, step)
 
 
 def test_a_checkpoint_that_draws_later_is_refused_in_the_next_step() -> None:
