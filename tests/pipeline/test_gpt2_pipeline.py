@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2LMHeadModel
 
 from pipeline.model_parallel import GPT2LMHeadModelParallel
 from pipeline.pipe import Pipe
-from tests.pipeline.pipeline_models import (
-    assert_close,
-    gpt2,
-    gpt2_config,
-    pipe_threads,
-    take_gradients,
-)
+from tests.pipeline.pipeline_models import assert_close, gpt2, pipe_threads, take_gradients
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import gpt2_layers, newest_tokens
 
@@ -47,8 +40,9 @@ IDS = torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(1))
 
 
 def check(plain: Any, parallel: Any, mask: Tensor | None = None) -> None:
-    """Logits, loss and every gradient by name."""
-    found, expected = (model(IDS, attention_mask=mask, labels=IDS) for model in (parallel, plain))
+    """Logits, loss and every gradient by name. A parallel model leaves out the cache."""
+    inputs = {"attention_mask": mask, "labels": IDS, "use_cache": True}
+    found, expected = (model(IDS, **inputs) for model in (parallel, plain))
     for output in (found, expected):
         output.loss.backward()
     assert_close(
@@ -66,9 +60,9 @@ def check(plain: Any, parallel: Any, mask: Tensor | None = None) -> None:
 def test_every_mode_computes_what_the_plain_model_computes(
     attention: str, device_map: Any, sizes: list[int]
 ) -> None:
-    config = gpt2_config(4, attention)
-    plain: Any = GPT2LMHeadModel(config).double()
-    parallel: Any = GPT2LMHeadModelParallel(config).double()
+    plain = gpt2(4)
+    plain.set_attn_implementation(attention)
+    parallel: Any = GPT2LMHeadModelParallel(plain.config).double()
     parallel.load_state_dict(plain.state_dict())
     mask = torch.ones(6, 7, dtype=torch.long)
     mask[1, 5:] = 0
@@ -98,7 +92,7 @@ def test_every_mode_computes_what_the_plain_model_computes(
 
 
 def test_a_wrong_device_map_shows_a_right_one_and_a_cache_is_refused() -> None:
-    parallel: Any = GPT2LMHeadModelParallel(gpt2_config(4))
+    parallel: Any = GPT2LMHeadModelParallel(gpt2(4).config)
     for blocks in ({"cpu:0": [0, 1], "cpu:1": [3, 2]}, {"cpu:0": [0, 1, 2]}):
         with pytest.raises(ValueError, match=r"e\.g\. \{'cpu:0': \[0, 1\], 'cpu:1': \[2, 3\]\}"):
             parallel.parallelize(blocks)

@@ -196,13 +196,11 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
         r"the loss does not depend on anything that requires grad: .* a layer or loss_fn detaches "
         r".*, as checkpoint\(use_reentrant=True\) does if",
     ),
-    (by("zigzag"), "'zigzag': there is no such file; the names are gpipe, 1f1b, zb, sequential"),
     (by("zbv"), "zbv with 1 chunks: a rank has 2 stages there"),
     (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
     (lambda _: Pipe(cut(tower()), split_size=0)(X), "split_size=0: at least 1"),
     (closed, "the Pipe is closed, by close"),
     (by({}), "schedule is a dict: give a name, e.g. '1f1b', a file"),
-    (by([[]]), "rank 0 has no action of stage 0"),
     (
         lambda pipe: pipe.train_step(X, Y, square_error, num_microbatches=0),
         "num_microbatches=0: at least 1, e.g. 4",

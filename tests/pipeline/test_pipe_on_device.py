@@ -48,19 +48,9 @@ def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]
 
 
 @on_device
-def test_a_copy_of_a_tied_weight_belongs_to_no_stage() -> None:
-    """An optimizer would update it apart from the original."""
-    model = tied()
-    layers, replicas = split(model, ("cuda:0", "cuda:1"))
-    with Pipe(layers, replicas=replicas) as pipe:
-        owned = [p for parameters in pipe.stage_parameters() for p in parameters]
-    assert set(owned) == {*model.parameters()} - {*replicas} and len(owned) == len(set(owned))
-    assert len(replicas) == 1
-
-
-@on_device
-def test_every_entry_uses_the_newest_tied_weight() -> None:
-    """A clock on its own, too, after the original has changed."""
+def test_a_copy_of_a_tied_weight_follows_it_and_belongs_to_no_stage() -> None:
+    """In a clock on its own, too, after the original has changed. An optimizer would update the
+    copy apart from it."""
     model = tied()
     ids = torch.arange(6).view(2, 3)
     layers, replicas = split(model, ("cuda:0", "cuda:1"))
@@ -69,6 +59,8 @@ def test_every_entry_uses_the_newest_tied_weight() -> None:
         original += 1
         pipe.compute([ids.to("cuda:0")], [(0, 0)])
         assert copy.cpu().equal(original.cpu())
+        owned = [p for parameters in pipe.stage_parameters() for p in parameters]
+    assert set(owned) == {*model.parameters()} - {copy} and len(owned) == len(set(owned))
 
 
 @pytest.mark.parametrize("name", ["one tensor twice, in place", "what nobody needs", *ON_DEVICES])

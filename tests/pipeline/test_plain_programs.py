@@ -36,8 +36,7 @@ from tests.pipeline.pipeline_models import (
     one_f_one_b,
     square_error,
 )
-from tests.pipeline.processes.test_process_errors import caught
-from tests.ranks import Ranks
+from tests.remote import on_ranks
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -247,18 +246,6 @@ def test_a_checkpoint_that_draws_later_is_refused_in_the_next_step() -> None:
             one_f_one_b(pipe, *sequences())
 
 
-def _between_processes(_: int, __: int) -> tuple[str, dict[str, Any]]:
-    """What is said of shared memory. And the gradients where one of two tensors of a message is
-    written to, another saved."""
-    torch.manual_seed(0)
-    wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    with ProcessPipe(wrong, [3, 2]) as pipe:
-        said = caught(pipe.train_step, *sequences(), square_error, "1f1b", 4)[0]
-    with ProcessPipe(apart(), [3, 2]) as pipe:
-        loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        return said, gradients(pipe) | {"loss": loss}
-
-
 def apart() -> nn.Sequential:
     def write_to_one(v: tuple[Tensor, Tensor]) -> Tensor:
         h, other = v
@@ -269,11 +256,15 @@ def apart() -> nn.Sequential:
     return nn.Sequential(*sharing(lambda h: h + 1, write_to_one)).double()
 
 
-def test_between_processes_too(ranks: Ranks) -> None:
-    (first, found), (second, others) = ranks.run(_between_processes)
-    said = "ValueError: " + SHARED.format("2 (Call)")
-    assert first.startswith(said) and second.startswith("PeerError: ")
-    assert_close(found | others, in_one_process(apart(), *sequences()))
+@on_ranks(2)
+def test_of_two_tensors_in_a_message_one_is_written_to_and_the_other_saved(
+    rank: int, _: int
+) -> None:
+    wanted = in_one_process(apart(), *sequences())
+    with ProcessPipe(apart(), [3, 2]) as pipe:
+        loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        found = gradients(pipe) | ({"loss": loss} if rank else {})
+    assert_close(found, {name: wanted[name] for name in found})
 
 
 def nested() -> nn.Sequential:

@@ -25,6 +25,7 @@ from pipeline.schedules import catalogue
 from pipeline.schedules import schedule as sched
 from runtime.mesh import message_groups
 from tests.pipeline.pipeline_models import (
+    as_between_gpus,
     assert_close,
     assert_same_bits,
     batch,
@@ -116,15 +117,13 @@ def _on_ranks(rank: int, n: int, apart: bool) -> dict[Any, Found]:
     evaluation."""
     x, y = batch(9)
     x = x if rank == 0 else x.to("meta")  # the others only look at the shape
-    groups = [dist.new_group() for _ in range(2)] if apart else []
     results: dict[Any, Found] = {}
-    for name, v in EVERY[:5] if groups else schedules(n):
+    for name, v in EVERY[:5] if apart else schedules(n):
         ranks = catalogue.ranks_of_stages(name, n, v)
         target = y if rank == ranks[-1] else y.to("meta")  # nobody else reads it
         with ProcessPipe(model(), SIZES[n * v], ranks=ranks) as pipe:
-            if groups:  # as between GPUs
-                link: Any = pipe._neighbours.links[1 - rank]
-                link.bodies = groups if rank == 0 else groups[::-1]
+            if apart:
+                as_between_gpus(pipe, rank)
             for m in NUMBERS:
                 seen = list[tuple[str, Any]]()
 
@@ -217,12 +216,10 @@ def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_wei
 def test_memory_of_messages_does_not_grow_with_the_micro_batches(rank: int, _: int) -> None:
     """However bodies travel. The first stage holds two micro-batches; a third message of a kind is
     kept while one is waited for."""
-    groups = [dist.new_group() for _ in range(2)]
     for apart in (False, True):
         with ProcessPipe(tower(), [2, 4]) as pipe:
-            link: Any = pipe._neighbours.links[1 - rank]
-            if apart:  # as between GPUs
-                link.bodies = groups if rank == 0 else groups[::-1]
+            if apart:
+                as_between_gpus(pipe, rank)
             for m in (4, 16):
                 kept = {channel: _Counting() for channel in pipe._neighbours._channels}
                 for channel, sends in kept.items():
@@ -278,12 +275,12 @@ def test_a_second_step_adds_to_the_gradients_of_the_first(_: int, _world_size: i
         assert_same_bits(gradients(pipe), want)
 
 
-def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
-    """The results of the last two of three ranks, and the open files after each pipe."""
-    group = dist.new_group([1, 2])
-    found: dict[Any, Found] = {k: {} for k in range(3)}
+@on_ranks(3)
+def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(rank: int, _: int) -> None:
+    """Of the last two. The first pipe opens files that stay, and sockets close a moment later."""
+    group, wanted = dist.new_group([1, 2]), in_one_process(tower(), *batch(8))
     held = []
-    for k in found:
+    for _again in range(3):
         messages = message_groups([1, 2], 20.0)  # all three ranks make them
         if rank == 0:
             continue
@@ -291,22 +288,11 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
             ProcessPipe(tower(), [2, 4], group=group)
         with ProcessPipe(tower(), [2, 4], group=group, messages=messages) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
-            found[k] = take_gradients(pipe) | ({"loss": loss} if loss else {})
+            found = take_gradients(pipe) | ({"loss": loss} if rank == 2 else {})
+        assert_close(found, {name: wanted[name] for name in found})
         dist.barrier(group)
         gc.collect()
         held.append(len(list(Path("/proc/self/fd").iterdir())))
     if rank > 0:
         dist.destroy_process_group(group)
-    return found, held
-
-
-def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
-    three_ranks: Ranks,
-) -> None:
-    expected = in_one_process(tower(), *batch(8))
-    answers = three_ranks.run(_one_pipe_after_another)
-    for found in merged([found for found, _ in answers]).values():
-        assert_close(found, expected)
-    # the first opens what stays; sockets close a moment later
-    for _, held in answers[1:]:
         assert held[2] <= held[1]
