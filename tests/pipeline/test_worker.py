@@ -1,5 +1,5 @@
-"""Workers: one thread per device, on its own cores, that answers whatever happens. (On which
-streams: test_pipe_on_device.py.)"""
+"""Workers: one thread per device, on its own cores. (What they answer to whatever raises:
+test_pipe_errors.py. On which streams: test_pipe_on_device.py.)"""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.pipeline.pipeline_models import (
 
 
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:
+    """And have names, and last words."""
     before = torch.get_num_threads()
     slices = [core_slice(k, 2) for k in range(2)]
     found: list[int] = []
@@ -35,7 +36,7 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
         torch.set_num_threads(9)  # which no worker has
         with Pipe(cut(tower())) as pipe:
             names = pipe.run_on_stages(lambda _: threading.current_thread().name)
-            assert names == pipe_threads() == ["pipe-cpu:0", "pipe-cpu:1"]
+            assert names == ["pipe-cpu:0", "pipe-cpu:1"]
             assert pipe.run_on_stages(lambda _: torch.get_num_threads()) == [*map(len, slices)]
             if hasattr(os, "sched_getaffinity"):
                 assert pipe.run_on_stages(lambda _: os.sched_getaffinity(0)) == [*map(set, slices)]
@@ -43,6 +44,7 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
             fresh.start()
             fresh.join()
         assert [torch.get_num_threads(), *found] == [9, 9]
+        assert [queue.get(timeout=30) for queue in pipe.out_queues] == [(False, None)] * 2
     finally:
         torch.set_num_threads(before)
 
