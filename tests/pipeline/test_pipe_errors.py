@@ -174,11 +174,6 @@ X, Y = batch(4)
 PLACED = ["cpu:0", "cpu:1"]
 
 
-def closed(pipe: Pipe) -> None:
-    pipe.close()
-    pipe(X)
-
-
 def by(schedule: Any) -> Callable[[Pipe], Any]:
     return lambda pipe: pipe.train_step(X, Y, square_error, schedule)
 
@@ -199,7 +194,6 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (by("zbv"), "zbv with 1 chunks: a rank has 2 stages there"),
     (by(lambda _, m: sched.gpipe(3, m)), r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]"),
     (lambda _: Pipe(cut(tower()), split_size=0)(X), "split_size=0: at least 1"),
-    (closed, "the Pipe is closed, by close"),
     (by({}), "schedule is a dict: give a name, e.g. '1f1b', a file"),
     (
         lambda pipe: pipe.train_step(X, Y, square_error, num_microbatches=0),
