@@ -18,6 +18,7 @@ from context_parallel.ring import Ring
 from runtime.communicator import Communicator
 from runtime.documents import SHORT
 from runtime.dropout import attention
+from tests.mathematics.formulas import heads_traffic, ring_traffic
 from tests.ranks import Ranks, nan_in_new_memory
 from tests.remote import on_ranks
 
@@ -88,7 +89,8 @@ def rounding(dtype: torch.dtype, p: float, apart: bool = False) -> list[float]:
 def test_several_ranks_compute_what_one_does(
     world_of: Callable[[int], Ranks], c: int, way: str, p: float
 ) -> None:
-    """And send what the docstrings say."""
+    """And send what docstrings and formulas say."""
+    formulas = {"ring": ring_traffic, "heads": heads_traffic}
     for off, seen in world_of(c).run(differences, way, p, torch.float64):
         assert len(off) == 4 and max(off) < 1e-12
         own = B * H * (T // c) * E  # numbers in a rank's keys
@@ -98,10 +100,10 @@ def test_several_ranks_compute_what_one_does(
             # a rank's own; in the end the last ones go home.
             backward = {2: [kv], 3: [kv, kv, kv], 4: [kv, kv, 2 * kv, kv]}[c] + [kv]
             sent = [kv] * (c - 1) + backward
-            assert sum(sent) == 3 * (c - 1) * kv
         else:
             there, back = 3 * own * (c - 1) // c, own * (c - 1) // c
             sent = [there, back, back, there]
+        assert sum(sent) == formulas[way](B, T, H * E, c, element=1)
         assert seen == [("all_to_all", n) for n in sent]
 
 
@@ -148,16 +150,12 @@ def test_in_half_precision(world_of: Callable[[int], Ranks], c: int, way: str, p
         assert all(a < 1.5 * b for a, b in zip(off, usual, strict=True))
 
 
-def types_of_sums(rank: int, world_size: int) -> set[torch.dtype]:
-    """In which types blocks of 16-bit numbers are joined."""
-    q, k, v, _ = (t[:, :, zigzag(rank, world_size, T)] for t in inputs(torch.bfloat16))
+@on_ranks(2)
+def test_blocks_are_joined_in_float32(rank: int, size: int) -> None:
+    q, k, v, _ = (t[:, :, zigzag(rank, size, T)] for t in inputs(torch.bfloat16))
     with patch.object(ring, "_join", wraps=ring._join) as join:
         Ring(Communicator(dist.group.WORLD))(q, k, v, None, 0.0, KEYS, 7)
-    return {t.dtype for call in join.mock_calls for t in call.args[:2]}
-
-
-def test_blocks_are_joined_in_float32(ranks: Ranks) -> None:
-    assert ranks.run(types_of_sums) == [{torch.float32}] * 2
+    assert {t.dtype for call in join.mock_calls for t in call.args[:2]} == {torch.float32}
 
 
 @on_ranks(3)
@@ -177,37 +175,29 @@ def test_gradients_of_queries_are_summed_in_float32(_rank: int, _size: int) -> N
     assert q.grad is not None and q.grad[:, :, 2:].eq(258).all()
 
 
-def test_every_way_to_compute_a_block_is_the_same() -> None:
-    """The kernel, and products that drop nothing; with a mask, and with other keys than queries."""
-    q, k, v, d = inputs(torch.float64)
-    for queries, keys, causal in ((T, T, True), (T // 2, T, False), (T, T // 2, False)):
-        some = q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
-        found = []
-        for dropped in (None, lambda weights: weights):
-            out, log_sum, _ = blocks.forward(*some, causal, dropped)
-            # As if there were more keys: the block is a part of them.
-            joined = d[:, :, :queries], *some, out * 0.7, log_sum + 0.1
-            found.append([out, log_sum, *blocks.backward(*joined, causal, dropped)])
-        for kernel, products in zip(*found, strict=True):
-            torch.testing.assert_close(kernel, products, rtol=0, atol=1e-11)
-
-
-def test_a_kernel_for_16_bits_is_the_same() -> None:
-    """On a GPU, where the tests see one. Compared with products of the same numbers in fp32."""
+@pytest.mark.parametrize(
+    ("dtype", "of_products", "rounding"),
+    [(torch.float64, torch.float64, 1e-13), (torch.bfloat16, torch.float32, 2**-6)],
+)
+def test_every_way_to_compute_a_block_is_the_same(
+    dtype: torch.dtype, of_products: torch.dtype, rounding: float
+) -> None:
+    """The kernel, and products that drop nothing; with a mask, and with other keys than queries.
+    That of 16 bits on a GPU, where the tests see one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    q, k, v, d = (t.to(device) for t in inputs(torch.bfloat16))
-    for causal, keys in ((True, T), (False, T // 2)):
+    q, k, v, d = (t.to(device) for t in inputs(dtype))
+    for queries, keys, causal in ((T, T, True), (T // 2, T, False), (T, T // 2, False)):
         found = []
-        for dtype, dropped in ((torch.bfloat16, None), (torch.float32, lambda weights: weights)):
-            some = q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype)
+        for each, dropped in ((dtype, None), (of_products, lambda weights: weights)):
+            some = q[:, :, :queries].to(each), k[:, :, :keys].to(each), v[:, :, :keys].to(each)
             out, log_sum, drawn = blocks.forward(*some, causal, dropped)
-            joined = d.to(dtype), *some, out, log_sum
+            # As if there were more keys: the block is a part of them.
+            joined = d[:, :, :queries].to(each), *some, out * 0.7, log_sum + 0.1
             gradients = blocks.backward(*joined, causal, dropped, 0.0, drawn)
             found.append([out, log_sum, *gradients])
         for kernel, products in zip(*found, strict=True):
-            largest = products.abs().max()
             assert kernel.shape == products.shape
-            assert (kernel - products).abs().max() < 2**-6 * largest
+            assert (kernel - products).abs().max() < rounding * products.abs().max()
 
 
 def drawn(rank: int, _: int, keys: int | None) -> tuple[bool, bool, float]:

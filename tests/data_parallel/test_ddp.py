@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from data_parallel.gradients import DistributedDataParallel
-from tests.ranks import sharing
 from tests.remote import on_ranks
 
 
@@ -63,13 +62,9 @@ def test_what_is_unfrozen_later_is_refused(_rank: int, _world: int) -> None:
         ddp.average_gradients()
 
 
-@pytest.mark.parametrize("share", [True, False])
 @on_ranks(2)
-def test_a_copy_of_what_is_inside_is_wrapped_and_averages(
-    rank: int, world_size: int, share: bool
-) -> None:
-    with sharing(share):
-        ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double())
+def test_a_copy_of_what_is_inside_is_wrapped_and_averages(rank: int, world_size: int) -> None:
+    ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double())
     with pytest.raises(TypeError, match=r"cannot be copied or pickled, .*: copy the model"):
         deepcopy(ddp)
     ddp = DistributedDataParallel(deepcopy(ddp.module))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.pool import Pool
+from tests.pipeline.pipeline_models import Operators
 from tests.ranks import sharing
 from tests.remote import on_ranks
 
@@ -206,18 +206,6 @@ def test_activations_of_a_layer_are_gone_before_its_gradients_travel(_: int, _wo
     assert alive == [*reversed(range(LAYERS))]
 
 
-class _Products(TorchDispatchMode):
-    """Counts matrix products, those of backward too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, f: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += f.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        return f(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @on_ranks(2)
 def test_as_many_products_as_one_process_makes(_: int, _world: int, recompute: bool) -> None:
@@ -230,9 +218,9 @@ def test_as_many_products_as_one_process_makes(_: int, _world: int, recompute: b
         return [*made]
 
     x, plain = torch.ones(2, WIDTH), nn.Sequential(*layers())
-    with _Products() as wanted:
+    with Operators() as wanted:
         plain(x).sum().backward()
     fsdp = _make(layers(), recompute=recompute)
-    with _Products() as made:
+    with Operators() as made:
         fsdp.backward(fsdp.forward(x).sum())
-    assert made.number == wanted.number + 3 * recompute == 4 + 3 + 3 + 3 * recompute
+    assert made.products == wanted.products + 3 * recompute == 4 + 3 + 3 + 3 * recompute

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from data_parallel.gradients import average_gradients, average_gradients_flat
 from runtime.communicator import Communicator
-from runtime.sums import sum_into
 from tests.pipeline.pipeline_models import gradients
 from tests.ranks import Ranks, sharing
 from tests.remote import on_ranks
@@ -166,10 +165,3 @@ def test_buckets_leave_while_backward_runs(rank: int, _: int, share: bool) -> No
     assert used <= memory
     assert [event[:3] for event in told] == events
     assert early == [not share] * 8 + [False] * 2
-
-
-def test_a_sum_may_replace_its_first_term() -> None:
-    parts = list(torch.randn(3, 5))
-    want = parts[0] + parts[1] + parts[2]
-    sum_into(parts[0], parts)
-    assert torch.equal(parts[0], want)

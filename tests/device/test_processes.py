@@ -140,7 +140,7 @@ def odd_layers(rank: int, _: int, narrow: bool) -> dict[str, str]:
     conjugates: tests/data_parallel has such layers.)"""
     torch.cuda.set_device(rank)
     wrong = {}
-    for kind in (*ODD, "slice", "expanded", "diagonal", "windows", "copy"):
+    for kind in (*ODD, "expanded", "windows", "copy"):
         if kind in REFUSED or "sparse" in kind or (narrow and kind == "complex weights"):
             continue
         models = [filled(nn.Sequential(linear(), *LAYERS[kind]())) for _ in range(2)]

@@ -19,7 +19,7 @@ from experts.layer import Experts, share_experts
 from experts.routing import Choice, balance_loss, choose, excess, tally
 from pipeline.stage import Stage
 from runtime.communicator import Communicator
-from tests.pipeline.pipeline_models import act
+from tests.pipeline.pipeline_models import Operators, act
 from tests.plain_experts import PlainExperts
 from tests.ranks import Ranks, nan_in_new_memory, sharing
 from tests.remote import on_ranks
@@ -242,31 +242,17 @@ def test_frozen_experts_stay_and_cost_no_product(frozen: str) -> None:
         for name, p in layer.named_parameters():
             p.requires_grad_(not any(name.startswith(f"experts.{each}") for each in names))
         stage = Stage(0, nn.Sequential(Alone(layer)), torch.device("cpu"), num_microbatches=1)
-        with Products() as products:
+        with Operators() as operators:
             for action in ("F0", "B0"):
                 act(stage, action, x, dy)
         names_of = {p: name for name, p in layer.named_parameters()}
         sums = {names_of[p]: gradient for p, gradient in stage.take_gradients().items()}
-        found.append((sums, products.number))
+        found.append((sums, operators.products + operators.counts[torch.ops.aten.sum]))
     (whole, all_products), (sums, fewer) = found
     still = {name for name in whole if not name.startswith(f"experts.{frozen}")}
     assert sums.keys() == still and len(whole) == 5
     assert all(torch.equal(gradient, whole[name]) for name, gradient in sums.items())
     assert all_products - fewer == (2 * E if frozen == "c_fc." else E)
-
-
-class Products(TorchDispatchMode):
-    """Counts those of matrices, and the sums that are gradients of biases."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket in (
-            torch.ops.aten.mm,
-            torch.ops.aten.addmm_,
-            torch.ops.aten.sum,
-        )
-        return func(*args, **(kwargs or {}))
 
 
 class Casts(TorchDispatchMode):

@@ -25,9 +25,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from context_parallel.heads import Heads
-from context_parallel.positions import zigzag
-from context_parallel.ring import Ring
 from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.zero1 import ShardedOptimizer
@@ -77,20 +74,14 @@ def _sent_over(sock: socket.socket) -> int:
     return int(sent - again)
 
 
-class Residual(nn.Module):
-    """The feed-forward half of a block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x), approximate="tanh"))
+def mlp(width: int) -> GPT2MLP:
+    """The feed-forward half of a block, of 8 H^2 + 5 H parameters."""
+    return GPT2MLP(4 * width, gpt2_config("gpt2-mini", 64, 8, n_layer=1, n_embd=width, n_head=2))
 
 
 def make_layers(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Residual(width) for _ in range(LAYERS)))
+    return nn.Sequential(*(mlp(width) for _ in range(LAYERS)))
 
 
 def sent_by(action: Callable[[], Any]) -> int:
@@ -105,21 +96,14 @@ def sent_by(action: Callable[[], Any]) -> int:
     return bytes_sent() - before - (before - start)
 
 
-def collectives(_rank: int, world_size: int, numel: int) -> Bytes:
-    """What a rank sends for `numel` floats."""
-    flat, part = torch.ones(numel), torch.ones(numel // world_size)
-    return {
-        "all_reduce": sent_by(lambda: dist.all_reduce(flat)),
-        "all_gather": sent_by(lambda: dist.all_gather_into_tensor(flat, part)),
-        "reduce_scatter": sent_by(lambda: dist.reduce_scatter_tensor(part, flat)),
-    }
-
-
-def steps(_rank: int, _world_size: int, width: int) -> Bytes:
-    """What a rank of two sends in a step, and what it holds, as ranks of several machines do."""
+def steps(_rank: int, world_size: int, width: int) -> Bytes:
+    """What a rank sends in a step, and what it holds, as ranks of several machines do. Two share a
+    copy; four have two copies."""
+    mesh = make_mesh({"dp": world_size // 2, "shards": 2}, 60.0)
+    groups = mesh["shards"].group, mesh["dp"].group
     with sharing(False):
-        found = data_parallel_step(width) | zero1_step(width)
-        return found | sharded_step(2, width) | sharded_step(3, width)
+        found = data_parallel_step(width) | zero1_step(width, *groups)
+        return found | sharded_step(2, width, *groups) | sharded_step(3, width, *groups)
 
 
 def data_parallel_step(width: int) -> Bytes:
@@ -140,20 +124,11 @@ def data_parallel_step(width: int) -> Bytes:
     return {"sent 0": sent, "held 0": sum(state_bytes(model.parameters(), [optimizer]).values())}
 
 
-def hybrid_steps(_rank: int, _world_size: int, width: int) -> Bytes:
-    """The same of a rank of four: two share a copy, and there are two copies."""
-    mesh = make_mesh({"dp": 2, "shards": 2}, 60.0)
-    groups = mesh["shards"].group, mesh["dp"].group
-    with sharing(False):
-        found = zero1_step(width, *groups)
-        return found | sharded_step(2, width, *groups) | sharded_step(3, width, *groups)
-
-
 def zero1_step(
-    width: int, group: dist.ProcessGroup | None = None, replicas: dist.ProcessGroup | None = None
+    width: int, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
 ) -> Bytes:
     model, x = make_layers(width), torch.randn(4, width)
-    ranks, others = Communicator(group or dist.group.WORLD), Communicator(replicas)
+    ranks, others = Communicator(group), Communicator(replicas)
     for communicator in (ranks, others):
         communicator.all_reduce(torch.ones(1))  # finds out what the ranks share
     parameters = dict(model.named_parameters())
@@ -172,7 +147,7 @@ def zero1_step(
 
 
 def sharded_step(
-    zero: int, width: int, group: Any = None, replicas: dist.ProcessGroup | None = None
+    zero: int, width: int, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
 ) -> Bytes:
     fsdp = FullyShardedDataParallel(
         make_layers(width), torch.optim.AdamW, zero=zero, group=group, replicas=replicas
@@ -194,8 +169,7 @@ def sharded_step(
 def expert_layer(_rank: int, _world_size: int, positions: int, width: int) -> int:
     """Bytes that a rank sends in a layer of four experts, forward and backward. Position i chooses
     the experts i and i + 1 modulo 4."""
-    config = gpt2_config("gpt2-mini", 64, 8, n_layer=1, n_embd=width, n_head=2)
-    layer = Experts(GPT2MLP(4 * width, config), num_experts=4, top_k=2)
+    layer = Experts(mlp(width), num_experts=4, top_k=2)
     for p in layer.parameters():
         nn.init.normal_(p, 0, 0.02)
     with torch.no_grad():
@@ -208,17 +182,6 @@ def expert_layer(_rank: int, _world_size: int, positions: int, width: int) -> in
         ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
         share_experts(layer, ranks)
         return sent_by(lambda: layer(x)[0].sum().backward())
-
-
-def attention_over_ranks(rank: int, world_size: int, way: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a rank sends, forward and backward. `shape`: [B, heads, T, E], of all ranks."""
-    own = zigzag(rank, world_size, shape[2])
-    q, k, v = (torch.randn(shape)[:, :, own].requires_grad_() for _ in range(3))
-    with sharing(False):
-        ranks = Communicator(dist.group.WORLD)
-        ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
-        attend = Ring(ranks) if way == "ring" else Heads(ranks)
-        return sent_by(lambda: attend(q, k, v, None, 0.0, None, 0).sum().backward())
 
 
 def boundary_traffic(step: Callable[[], Any]) -> int:

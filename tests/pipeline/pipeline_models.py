@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2LMHeadModel
 
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from pipeline.stage import Stage
+from training.tasks.gpt2 import gpt2_config
 
 CPU = ("cpu:0", "cpu:1")
 ON_GPUS = [("cpu:0", "cuda:0"), ("cuda:0", "cuda:1")]  # the second takes two of them
@@ -85,6 +89,13 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert different == []
+
+
+def as_between_gpus(pipe: ProcessPipe, rank: int) -> None:
+    """Bodies of messages travel in groups of their own. Both of two ranks call it."""
+    groups = [dist.new_group() for _ in range(2)]
+    link: Any = pipe._neighbours.links[1 - rank]
+    link.bodies = groups if rank == 0 else groups[::-1]
 
 
 def pipe_threads() -> list[str]:
@@ -160,6 +171,24 @@ class Fuse(nn.Module):
             raise self.armed[1]("on purpose")
 
 
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside, those of backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        """Those of matrices."""
+        aten = torch.ops.aten
+        return sum(self.counts[packet] for packet in (aten.mm, aten.addmm, aten.addmm_))
+
+
 def act(stage: Stage, action: str, x: Tensor, dy: Tensor) -> None:
     """Does an action, such as F0: micro-batch i is x + i."""
     kind, i = action[0], int(action[1:])
@@ -171,18 +200,11 @@ def act(stage: Stage, action: str, x: Tensor, dy: Tensor) -> None:
         (stage.backward if kind == "B" else stage.backward_input)(i, [dy])
 
 
-def gpt2_config(blocks: int, attention: str = "sdpa") -> GPT2Config:
-    return GPT2Config(
-        vocab_size=40, n_positions=16, n_embd=16, n_layer=blocks, n_head=2, embd_pdrop=0.0,
-        resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention, bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-
-
 def gpt2(blocks: int = 3) -> Any:
     """Tied: its head is its embedding."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(gpt2_config(blocks)).double()
+    config = gpt2_config("gpt2-mini", 40, 16, dropout=0.0, n_layer=blocks, n_embd=16, n_head=2)
+    return GPT2LMHeadModel(config).double()
 
 
 def watched(kept: list[Any], most: int) -> Call:

@@ -130,18 +130,21 @@ def test_autocast_reaches_the_workers() -> None:
 
 
 def test_autograd_grad_of_two_forwards_in_the_middle_of_a_graph() -> None:
-    """Each time one of two outputs is used. `.grad` is left alone."""
+    """Of three inputs two are computed from one leaf, and one needs no gradient; each time one of
+    two outputs is used. `.grad` is left alone."""
     x, y = batch()
-    model = nn.Sequential(*tower(), Call(lambda h: (h, h * 2)))
+    first, last = Call(lambda v: v[0] * v[1] + v[2]), Call(lambda h: (h, h * 2))
+    model = nn.Sequential(first, *tower(), last)
     before, after = nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
     every = [*before.parameters(), *model.parameters(), *after.parameters()]
 
-    def found(middle: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[Any, Tensor]:
+    def found(middle: Callable[[Any], tuple[Tensor, Tensor]]) -> dict[Any, Tensor]:
         h = before(x)
-        loss = square_error(after(middle(h)[1] * middle(h * 2)[0]), y)
+        one, other = middle((h, h.sin(), x)), middle((h, h * 2, x))
+        loss = square_error(after(one[1] * other[0]), y)
         return dict(enumerate(torch.autograd.grad(loss, every)))
 
-    with Pipe(cut(model, (2, 5)), split_size=3) as pipe:
+    with Pipe(cut(model, (3, 5)), split_size=3) as pipe:
         assert_close(found(pipe), found(model))
     assert set(gradients(model).values()) == {None}
 

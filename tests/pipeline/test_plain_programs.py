@@ -31,15 +31,12 @@ from tests.pipeline.pipeline_models import (
     Step,
     assert_close,
     cut,
-    forward_backward,
     gradients,
     in_one_process,
     one_f_one_b,
     square_error,
-    take_gradients,
 )
-from tests.pipeline.processes.test_process_errors import caught
-from tests.ranks import Ranks
+from tests.remote import on_ranks
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -151,24 +148,6 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
     trains_as_in_plain_pytorch(name)
 
 
-def test_what_computes_the_input_gets_its_gradient() -> None:
-    """In plain PyTorch the graph reaches beyond the first layer; a leaf of the input is used twice,
-    and one needs no gradient."""
-    torch.manual_seed(0)
-    first = linear().double()
-    model = nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear()).double()
-    x, y = sequences()
-    expected = in_one_process(model, given(first, x), y) | take_gradients(first)
-    with Pipe(cut(model, (1, 1)), split_size=3) as pipe:
-        loss = forward_backward(pipe, given(first, x), y)
-    assert_close(take_gradients(model) | {"loss": loss} | take_gradients(first), expected)
-
-
-def given(first: nn.Module, x: Tensor) -> Any:
-    h = first(x)
-    return h, h.sin(), x
-
-
 @dataclass
 class Plain:
     hidden: Tensor
@@ -236,23 +215,19 @@ def test_what_a_step_is_given_may_not_require_grad(what: str) -> None:
                 pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
 
 
-def is_refused(name: str, step: Step, devices: Sequence[str] = CPU) -> None:
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
     layers, sizes, said = REFUSED[name]
     model = nn.Sequential(*layers()).double()
     # Of several micro-batches the attribute may have another's shape.
     split_size = 8 if name == "an attribute" else 2
     with (
-        Pipe(place_layers([*model], sizes, devices)[0], split_size=split_size) as pipe,
+        Pipe(cut(model, sizes), split_size=split_size) as pipe,
         pytest.raises((TypeError, ValueError, RuntimeError), match=said),
     ):
         step(pipe, *sequences())
     assert set(gradients(model).values()) == {None}
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
-    is_refused(name, step)
 
 
 def test_a_checkpoint_that_draws_later_is_refused_in_the_next_step() -> None:
@@ -271,18 +246,6 @@ def test_a_checkpoint_that_draws_later_is_refused_in_the_next_step() -> None:
             one_f_one_b(pipe, *sequences())
 
 
-def _between_processes(_: int, __: int) -> tuple[str, dict[str, Any]]:
-    """What is said of shared memory. And the gradients where one of two tensors of a message is
-    written to, another saved."""
-    torch.manual_seed(0)
-    wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    with ProcessPipe(wrong, [3, 2]) as pipe:
-        said = caught(pipe.train_step, *sequences(), square_error, "1f1b", 4)[0]
-    with ProcessPipe(apart(), [3, 2]) as pipe:
-        loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        return said, gradients(pipe) | {"loss": loss}
-
-
 def apart() -> nn.Sequential:
     def write_to_one(v: tuple[Tensor, Tensor]) -> Tensor:
         h, other = v
@@ -293,11 +256,15 @@ def apart() -> nn.Sequential:
     return nn.Sequential(*sharing(lambda h: h + 1, write_to_one)).double()
 
 
-def test_between_processes_too(ranks: Ranks) -> None:
-    (first, found), (second, others) = ranks.run(_between_processes)
-    said = "ValueError: " + SHARED.format("2 (Call)")
-    assert first.startswith(said) and second.startswith("PeerError: ")
-    assert_close(found | others, in_one_process(apart(), *sequences()))
+@on_ranks(2)
+def test_of_two_tensors_in_a_message_one_is_written_to_and_the_other_saved(
+    rank: int, _: int
+) -> None:
+    wanted = in_one_process(apart(), *sequences())
+    with ProcessPipe(apart(), [3, 2]) as pipe:
+        loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        found = gradients(pipe) | ({"loss": loss} if rank else {})
+    assert_close(found, {name: wanted[name] for name in found})
 
 
 def nested() -> nn.Sequential:

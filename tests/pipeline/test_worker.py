@@ -1,5 +1,5 @@
-"""Workers: one thread per device, on its own cores, that answers whatever happens. (On which
-streams: test_pipe_on_device.py.)"""
+"""Workers: one thread per device, on its own cores. (What they answer to whatever raises:
+test_pipe_errors.py. On which streams: test_pipe_on_device.py.)"""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from traceback import extract_tb
 
 import pytest
 import torch
@@ -16,10 +14,8 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.pipe import Pipe
-from pipeline.worker import Task, create_workers
 from runtime.cores import core_slice
 from tests.pipeline.pipeline_models import (
-    CPU,
     STEPS,
     assert_close,
     batch,
@@ -31,31 +27,16 @@ from tests.pipeline.pipeline_models import (
 )
 
 
-def test_a_task_is_answered_whatever_it_raises() -> None:
-    def fail(kind: type[BaseException]) -> None:
-        raise kind("on purpose")
-
-    in_queues, out_queues = create_workers([torch.device(name) for name in CPU])
-    for kind in (ValueError, SystemExit, KeyboardInterrupt):
-        in_queues[1].put(Task(partial(fail, kind)))
-        ok, (found, error, traceback) = out_queues[1].get(timeout=30)
-        assert (ok, found, str(error)) == (False, kind, "on purpose")
-        assert extract_tb(traceback)[-1].name == "fail"
-    task = Task(lambda: threading.current_thread().name)
-    in_queues[1].put(task)
-    assert out_queues[1].get(timeout=30) == (True, (task, "pipe-cpu:1"))
-    for in_queue, out_queue in zip(in_queues, out_queues, strict=True):
-        in_queue.put(None)
-        assert out_queue.get(timeout=30) == (False, None)
-
-
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:
+    """And have names, and last words."""
     before = torch.get_num_threads()
     slices = [core_slice(k, 2) for k in range(2)]
     found: list[int] = []
     try:
         torch.set_num_threads(9)  # which no worker has
         with Pipe(cut(tower())) as pipe:
+            names = pipe.run_on_stages(lambda _: threading.current_thread().name)
+            assert names == ["pipe-cpu:0", "pipe-cpu:1"]
             assert pipe.run_on_stages(lambda _: torch.get_num_threads()) == [*map(len, slices)]
             if hasattr(os, "sched_getaffinity"):
                 assert pipe.run_on_stages(lambda _: os.sched_getaffinity(0)) == [*map(set, slices)]
@@ -63,6 +44,7 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
             fresh.start()
             fresh.join()
         assert [torch.get_num_threads(), *found] == [9, 9]
+        assert [queue.get(timeout=30) for queue in pipe.out_queues] == [(False, None)] * 2
     finally:
         torch.set_num_threads(before)
 

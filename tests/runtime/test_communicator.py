@@ -23,17 +23,14 @@ from tests.remote import on_ranks
 def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
     """Sums of many sizes, the later ones larger than the first memory; of 16-bit numbers; and each
     call along a dimension in the middle."""
-    with processes.sharing(share):
-        return _calls(Communicator(dist.group.WORLD))
-
-
-def _calls(mine: Communicator) -> list[Tensor]:
     sizes = (1, 1000, 5 << 20, 3)
-    x = torch.full((3,), 256.0 if mine.rank == 0 else 1.0, dtype=torch.bfloat16)
-    wide = [mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes]
-    ramp = RAMP * 10**mine.rank
-    along = [mine.all_reduce(ramp), mine.reduce_scatter(ramp, 1), mine.all_gather(ramp, 1)]
-    return [torch.cat(wide), mine.all_reduce(x), mine.reduce_scatter(x, 0), *along]
+    with processes.sharing(share):
+        mine = Communicator(dist.group.WORLD)
+        x = torch.full((3,), 256.0 if mine.rank == 0 else 1.0, dtype=torch.bfloat16)
+        wide = [mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes]
+        ramp = RAMP * 10**mine.rank
+        along = [mine.all_reduce(ramp), mine.reduce_scatter(ramp, 1), mine.all_gather(ramp, 1)]
+        return [torch.cat(wide), mine.all_reduce(x), mine.reduce_scatter(x, 0), *along]
 
 
 RAMP = torch.arange(36).view(2, 6, 3)

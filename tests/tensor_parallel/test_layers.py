@@ -4,12 +4,10 @@ That a cut model trains as a whole one does: tests/equivalence."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.schedules.schedule import one_f_one_b, zero_bubble
 from pipeline.stage import Stage
@@ -17,21 +15,8 @@ from planning.simulate import Simulator, Work
 from runtime.communicator import Communicator
 from tensor_parallel.collectives import gather
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests.pipeline.pipeline_models import act
+from tests.pipeline.pipeline_models import Operators, act
 from tests.remote import on_ranks
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        self.count += func.overloadpacket is torch.ops.aten.addmm_
-        return func(*args, **(kwargs or {}))
 
 
 def pair(ranks: Communicator, sequence: bool) -> nn.Sequential:
@@ -61,9 +46,9 @@ def test_each_cut_matrix_leaves_its_gradient_for_w_and_zero_bubble_gains(
     for order in (["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "B0", "F1", "B1"]):
         stage = Stage(1, layers, torch.device("cpu"), deliver=dict.clear, num_microbatches=3)
         for action in order:
-            with Products() as products:
+            with Operators() as operators:
                 act(stage, action, x, dy)
-            counts[action[0]] += products.count
+            counts[action[0]] += operators.products
         sums.append(list(stage.take_gradients().values()))
     assert counts == {"F": 16, "I": 8, "W": 8, "B": 16}
     assert [len(gradients) for gradients in sums] == [8, 8] and all(map(torch.equal, *sums))
@@ -78,9 +63,9 @@ def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(_rank: int, _worl
     weight = nn.Parameter(torch.rand(8, 4), requires_grad=False)
     ranks, bias = Communicator(torch.distributed.group.WORLD), nn.Parameter(torch.rand(4))
     y = ColumnParallelLinear(weight, ranks, False, bias)(torch.rand(2, 6, 8, requires_grad=True))
-    with Products() as products:
+    with Operators() as operators:
         y.sum().backward()
-    assert products.count == 1  # of the input
+    assert operators.products == 1  # of the input
     assert bias.grad is not None and bias.grad.tolist() == [12.0] * 4
 
 

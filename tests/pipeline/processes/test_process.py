@@ -4,7 +4,6 @@ schedule, and what one process computes, by name."""
 from __future__ import annotations
 
 import gc
-import random
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from pipeline.schedules import catalogue
 from pipeline.schedules import schedule as sched
-from pipeline.schedules.schedule import Action
-from runtime.communicator import Communicator
-from runtime.mesh import make_mesh, message_groups
+from runtime.mesh import message_groups
 from tests.pipeline.pipeline_models import (
+    as_between_gpus,
     assert_close,
     assert_same_bits,
     batch,
@@ -38,8 +35,8 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
-from tests.pipeline.schedules.drawn import ONE_EACH
-from tests.ranks import Ranks, sharing
+from tests.pipeline.schedules.drawn import ONE_EACH, drawn
+from tests.ranks import Ranks
 from tests.remote import on_ranks
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
@@ -120,15 +117,13 @@ def _on_ranks(rank: int, n: int, apart: bool) -> dict[Any, Found]:
     evaluation."""
     x, y = batch(9)
     x = x if rank == 0 else x.to("meta")  # the others only look at the shape
-    groups = [dist.new_group() for _ in range(2)] if apart else []
     results: dict[Any, Found] = {}
-    for name, v in EVERY[:5] if groups else schedules(n):
+    for name, v in EVERY[:5] if apart else schedules(n):
         ranks = catalogue.ranks_of_stages(name, n, v)
         target = y if rank == ranks[-1] else y.to("meta")  # nobody else reads it
         with ProcessPipe(model(), SIZES[n * v], ranks=ranks) as pipe:
-            if groups:  # as between GPUs
-                link: Any = pipe._neighbours.links[1 - rank]
-                link.bodies = groups if rank == 0 else groups[::-1]
+            if apart:
+                as_between_gpus(pipe, rank)
             for m in NUMBERS:
                 seen = list[tuple[str, Any]]()
 
@@ -181,12 +176,13 @@ def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
 
 RECORDED = {  # on the first stage and on the second
     "1f1b": [
-        "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2",
-        "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2",
+        "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 ready2 B2",
+        "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 ready2 ready2 ready2 B2 send2",
     ],
     "zb": [
-        "F0 send0 F1 send1 receive0 I0 W0 F2 send2 receive1 I1 W1 receive2 I2 W2",
-        "receive0 F0 I0 send0 receive1 F1 I1 send1 W0 receive2 F2 I2 send2 W1 W2",
+        "F0 send0 F1 send1 receive0 I0 W0 F2 send2 receive1 I1 W1 receive2 I2 ready2 W2",
+        "receive0 F0 I0 send0 receive1 F1 I1 send1 W0 receive2 F2 I2 send2 W1 "
+        "ready2 ready2 ready2 W2",
     ],
 }
 
@@ -196,11 +192,18 @@ RECORDED = {  # on the first stage and on the second
 def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_weights_are_done(
     rank: int, _: int, schedule: str
 ) -> None:
+    """And what is ready, two parameters of a layer, while the last backward runs: replicas can
+    exchange it meanwhile."""
     x, y = batch(8)
     events: list[Any] = []
     with ProcessPipe(tower(), [2, 4]) as pipe:
         pipe.recorder = lambda *event: events.append(event)
-        pipe.train_step(x, y, square_error, schedule, 3)
+
+        def ready(parameters: Any) -> None:
+            if parameters:
+                events.append(("ready", rank, len(parameters)))
+
+        pipe.train_step(x, y, square_error, schedule, 3, ready=ready)
         pipe.recorder = Mock(spec=["recording"], recording=False, side_effect=AssertionError)
         pipe.train_step(x, y, square_error)
     assert {event[1] for event in events} == {rank}
@@ -213,12 +216,10 @@ def test_the_recorder_sees_what_a_rank_did_and_only_zero_bubble_sends_before_wei
 def test_memory_of_messages_does_not_grow_with_the_micro_batches(rank: int, _: int) -> None:
     """However bodies travel. The first stage holds two micro-batches; a third message of a kind is
     kept while one is waited for."""
-    groups = [dist.new_group() for _ in range(2)]
     for apart in (False, True):
         with ProcessPipe(tower(), [2, 4]) as pipe:
-            link: Any = pipe._neighbours.links[1 - rank]
-            if apart:  # as between GPUs
-                link.bodies = groups if rank == 0 else groups[::-1]
+            if apart:
+                as_between_gpus(pipe, rank)
             for m in (4, 16):
                 kept = {channel: _Counting() for channel in pipe._neighbours._channels}
                 for channel, sends in kept.items():
@@ -237,24 +238,15 @@ class _Counting(deque[Any]):
         self.most = max(self.most, len(self))
 
 
-def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
-    """Any order that can run: again and again one of the actions that are ready."""
-    chooser, schedule = random.Random(seed), [list[Action]() for _ in range(n)]
-    left = [action for actions in sched.gpipe(n, m) for action in actions]
-    while left:
-        missing = {part for a in left for part in sched.ended_with(a)}
-        ready = [a for a in left if not missing.intersection(sched.dependencies(a, n))]
-        action = chooser.choice(ready)
-        left.remove(action)
-        schedule[action.stage].append(action)
-    return schedule
+def any_order(n: int, m: int, seed: int) -> sched.Schedule:
+    return drawn(range(n), m, seed)
 
 
 def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
     results = {}
     with ProcessPipe(tower(), SIZES[world_size]) as pipe:
         for seed in range(20):
-            schedule = partial(random_schedule, seed=seed)
+            schedule = partial(any_order, seed=seed)
             loss = pipe.train_step(*batch(10), square_error, schedule, seed % 5 + 1)
             results[seed] = take_gradients(pipe) | ({"loss": loss} if loss else {})
     return results
@@ -267,36 +259,6 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
     for world in (ranks, three_ranks):
         for found in merged(world.run(_random_schedules)).values():
             assert_close(found, expected)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
-@on_ranks(2)
-def test_replicas_exchange_gradients_while_the_last_backward_runs(
-    rank: int, _: int, schedule: str
-) -> None:
-    """Two replicas of one stage, layer by layer, each when its own part of the backward has ended.
-    A bucket has one parameter."""
-    mesh, events = make_mesh({"dp": 2}, 20.0), list[Any]()
-    x, y = (t.chunk(2)[rank] for t in batch(8))
-
-    def note(*event: Any) -> None:
-        events.append(event)
-
-    group = mesh["pp"].group
-    with ProcessPipe(tower(), [6], group=group, recorder=note) as pipe:
-        parameters, replicas = pipe.parameters(), mesh["dp"].group
-        with sharing(False):  # memory is read when the buckets are finished
-            ranks = Communicator(replicas)
-            made = [SummedBucket(group, ranks) for group in in_backward_order(parameters, 1)]
-            buckets = GradientBuckets(made, recorder=note)
-        pipe.train_step(x, y, square_error, schedule, 2, ready=buckets.ready)
-        buckets.finish()
-        last = max(end for kind, *_, end in events if kind in "BW")
-        early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
-        sums = in_one_process(tower(), *batch(8))
-        del sums["loss"]
-        assert early == [True] * len(sums)
-        assert_close(take_gradients(pipe), sums)
 
 
 @on_ranks(2)
@@ -313,12 +275,12 @@ def test_a_second_step_adds_to_the_gradients_of_the_first(_: int, _world_size: i
         assert_same_bits(gradients(pipe), want)
 
 
-def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
-    """The results of the last two of three ranks, and the open files after each pipe."""
-    group = dist.new_group([1, 2])
-    found: dict[Any, Found] = {k: {} for k in range(3)}
+@on_ranks(3)
+def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(rank: int, _: int) -> None:
+    """Of the last two. The first pipe opens files that stay, and sockets close a moment later."""
+    group, wanted = dist.new_group([1, 2]), in_one_process(tower(), *batch(8))
     held = []
-    for k in found:
+    for _again in range(3):
         messages = message_groups([1, 2], 20.0)  # all three ranks make them
         if rank == 0:
             continue
@@ -326,22 +288,11 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
             ProcessPipe(tower(), [2, 4], group=group)
         with ProcessPipe(tower(), [2, 4], group=group, messages=messages) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
-            found[k] = take_gradients(pipe) | ({"loss": loss} if loss else {})
+            found = take_gradients(pipe) | ({"loss": loss} if rank == 2 else {})
+        assert_close(found, {name: wanted[name] for name in found})
         dist.barrier(group)
         gc.collect()
         held.append(len(list(Path("/proc/self/fd").iterdir())))
     if rank > 0:
         dist.destroy_process_group(group)
-    return found, held
-
-
-def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
-    three_ranks: Ranks,
-) -> None:
-    expected = in_one_process(tower(), *batch(8))
-    answers = three_ranks.run(_one_pipe_after_another)
-    for found in merged([found for found, _ in answers]).values():
-        assert_close(found, expected)
-    # the first opens what stays; sockets close a moment later
-    for _, held in answers[1:]:
         assert held[2] <= held[1]

@@ -24,7 +24,7 @@ from pipeline.processes.links import PeerError
 from pipeline.processes.messages import Message, Received
 from pipeline.processes.process import ProcessPipe
 from tests.chaos.run import until
-from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
+from tests.pipeline.pipeline_models import Fuse, as_between_gpus, batch, one_f_one_b, tower
 from tests.ranks import Ranks
 from tests.remote import on_ranks
 
@@ -188,10 +188,10 @@ def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
     rank: int, _: int, apart: bool
 ) -> None:
     """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
-    groups = [dist.new_group() for _ in range(2)] if apart else []  # as between GPUs
     with ProcessPipe(tower(), [2, 4]) as pipe:
         link: Any = pipe._neighbours.links[1 - rank]
-        link.bodies = groups if rank == 0 else groups[::-1]
+        if apart:
+            as_between_gpus(pipe, rank)
         process = psutil.Process()
         files = process.num_fds()
         for k, rows in enumerate((5, 5, 3, 3000, 5, 3001, 2900)):
