@@ -1,7 +1,9 @@
 """What a reader meets who follows a step: counts of what it calls, by a trace of one rank.
 
-A step is traced on rank 0's main thread, from the seed of the second step to that of the third,
-without a timeline. Only functions of this project count:
+    python -m tests.step_trace
+
+prints them for several layouts. A step is traced on rank 0's main thread, from the seed of the
+second step to that of the third, without a timeline. Only functions of this project count:
 
     lines     code lines of all functions that are entered, each once, without docstrings
     files     in which they are
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -25,9 +29,19 @@ from typing import Any
 import pytest
 
 from tests.project.programs import ROOT, TINY, finish
-from tests.ranks import Ranks
+from tests.ranks import Ranks, start_server
 from tests.test_layout import code_lines
 from training import loop
+from training.files import show
+
+LAYOUTS = {
+    "ddp": "train ddp",
+    "threads": "run_pipeline --model_parallel_mode pipeline_parallel --num_devices 2",
+    "processes": "train pipeline",
+    "ZeRO-3": "train fsdp",
+    "tensor": "train tensor",
+    "context": "train context",
+}
 
 
 @dataclass
@@ -112,10 +126,32 @@ def trace_second_step(rank: int, patches: pytest.MonkeyPatch, result: Path) -> N
     patches.setattr(loop, "seed_step", seed_step)
 
 
-def counts_of(line: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+def counts_of(line: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
     """Those of a step of a program."""
     result = folder / "counts.json"
     tamper = partial(trace_second_step, result=result)
     finish(f"{line} {TINY} --num_batches 3 --dropout 0.1", ranks, tamper)
     counts: dict[str, Any] = json.loads(result.read_text())
     return counts
+
+
+def main() -> None:
+    """Prints a line per layout."""
+    start_server()
+    ranks = Ranks(2)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name, line in LAYOUTS.items():
+            counts = counts_of(line, None if name == "threads" else ranks, Path(folder))
+            files, stored = counts["files"], counts["stored"]
+            show(
+                f"{name:10} {counts['lines']:5} lines {len(files):3} files "
+                f"{counts['depth']:3} deep {len(stored):3} stored"
+            )
+            if "-v" in sys.argv:
+                show("   " + "\n   ".join([*files, *stored]))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
