@@ -197,8 +197,8 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         wanted = same_places(reference, found)
     else:
         bound = 0.0
-        again = interrupted if row.beside == "resumed run" else trained
-        other = replace(row, recompute="never") if row.beside == "nothing recomputed" else row
+        again = interrupted if row.beside == "uninterrupted run" else trained
+        other = replace(row, name=row.name.split("-recompute")[0])
         wanted = again(other, world, dtype, n_steps)
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}

@@ -106,13 +106,13 @@ def failure_of(command: list[str], folder: Path) -> str:
 
 
 VERIFIED = (
-    "single-one_more", "single-twice", "single-recompute_always",
+    "single-one_more", "single-resumed", "single-recompute_always",
     "threads2-gpipe-m3", "threads2-1f1b-m8", "threads2-zb-clipped", "threads2-interleaved-v2_m3",
-    "threads3-1f1b-twice", "module2-gpt2", "module2-vgg16", "blocks2-split_size3",
-    "ddp2-per_parameter-one_more", "ddp2-overlap-one_more", "ddp2-gloo-twice",
-    "fsdp2-zero1-clipped", "fsdp2-zero2-m2", "fsdp2-zero3-no_target", "fsdp2-zero3-twice",
+    "threads3-1f1b-resumed", "module2-gpt2", "module2-vgg16", "blocks2-split_size3",
+    "ddp2-per_parameter-one_more", "ddp2-overlap-one_more", "ddp2-gloo-resumed",
+    "fsdp2-zero1-clipped", "fsdp2-zero2-m2", "fsdp2-zero3-no_target", "fsdp2-zero3-resumed",
     "fsdp2-zero3-recompute_always", "pipeline2-gpipe-m3", "pipeline2-zb-clipped",
-    "pipeline2-zbv-v2_m8", "pipeline2-1f1b-twice", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
+    "pipeline2-zbv-v2_m8", "pipeline2-1f1b-resumed", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
     "mesh4-2x1x2-sequence-zero3", "mesh4-1x2x2-sequence", "mesh4-2x2x1-zero1",
     "context2-ring", "context2-heads-no_dropout",
 )  # fmt: skip
