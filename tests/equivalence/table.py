@@ -223,14 +223,15 @@ class PlainModule(StagesInThreads):
 # The rows
 
 
-def _parts(W: int) -> dict[str, tuple[Sentences, int | None]]:
+def _parts(W: int) -> dict[str, tuple[Problem, int | None]]:
     """What goes wrong where a batch is dealt out to W ranks, and the number of micro-batches. Every
     second batch is the odd one."""
     B = {2: 8, 3: 6}[W]
-    parts: dict[str, tuple[Sentences, int | None]] = {
+    parts: dict[str, tuple[Problem, int | None]] = {
         "one_more": (Sentences(B + W + 1, B, positions=30), None),  # for rank 0
         "none_left": (Sentences(B + 1, B), 100),  # for all ranks but 0; a micro-batch per example
         "m2": (Sentences(B + W, B), 2),
+        "vgg16": (Noise(B + 2, B), 2),
     }
     if W == 2:  # what three ranks would do no other way
         parts["even"] = Sentences(2 * B, B), 1
@@ -263,12 +264,8 @@ def _whole_models() -> Iterator[Row]:
     yield Row("single-odd", ODD, 2)
     for W in (2, 3):
         for what, trained in _parts(W).items():
-            for sync in SYNCS if W == 2 else ("overlap",):
+            for sync in (*SYNCS, "gloo") if W == 2 else ("overlap", "gloo"):
                 yield Row(f"ddp{W}-{sync}-{what}", *trained)
-            if W == 2 or what == "none_left":
-                yield Row(f"ddp{W}-gloo-{what}", *trained)
-        yield Row(f"ddp{W}-overlap-vgg16", Noise(10, 8), 2)
-    yield Row("ddp2-gloo-vgg16", Noise(9, 8), 1)
 
 
 def _shards() -> Iterator[Row]:
@@ -276,9 +273,9 @@ def _shards() -> Iterator[Row]:
         for what, trained in _parts(2).items():
             yield Row(f"fsdp2-zero{zero}-{what}", *trained)
         yield Row(f"fsdp3-zero{zero}-none_left", *_parts(3)["none_left"])
-        for W in (2, 3) if zero == 3 else (2,):
-            yield Row(f"fsdp{W}-zero{zero}-gloo", *_parts(W)["m2"])
-            yield Row(f"fsdp{W}-zero{zero}-vgg16", Noise(10, 8), 1)
+        yield Row(f"fsdp2-zero{zero}-gloo", *_parts(2)["m2"])
+    yield Row("fsdp3-zero3-gloo", *_parts(3)["m2"])
+    yield Row("fsdp3-zero3-vgg16", *_parts(3)["vgg16"])
 
 
 def _stages() -> Iterator[Row]:
