@@ -20,6 +20,8 @@ What follows are options, and words that say in short what is trained:
     recompute_sqrt         it must have the same bits as without
     resumed                it must have the same bits as without an interruption
     gloo                   ranks send, as if each had a machine of its own
+
+`OTHERS` has the words that are no options. One that is neither is a KeyError.
 """
 
 from __future__ import annotations
@@ -83,16 +85,17 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """Of layout."""
+        """The layout's name."""
         return self.name.split("-")[0].rstrip("0123456789")
 
     @property
     def number(self) -> int:
-        """Of ranks or stages."""
+        """How many ranks or stages it has."""
         return int(self.name.split("-")[0].removeprefix(self.kind) or 1)
 
     @property
     def ranks(self) -> int:
+        """How many processes train it."""
         return 1 if self.kind in ("threads", "module", "blocks") else self.number
 
     @property
@@ -111,6 +114,7 @@ class Row:
 
     @property
     def share_memory(self) -> bool:
+        """Else ranks send, as if each had a machine of its own."""
         return "gloo" not in self.name
 
     def build(self, task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
@@ -182,8 +186,7 @@ def having(setup: Setup, cut: tuple[int, ...] | None = None, **options: Any) -> 
 
 
 def mesh(W: int, cuts: Cuts = CUTS, **options: Any) -> Build:
-    """W ranks, of which the axes that are not among the options have dp. Layers are cut
-    unevenly."""
+    """W ranks: dp is what the axes among the options leave. Layers are cut unevenly."""
     pp = options.get("pp", 1)
     dp = W // (pp * options.get("tp", 1) * options.get("cp", 1))
     # One stage: all layers, however many.
