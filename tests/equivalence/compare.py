@@ -20,7 +20,7 @@ their number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,29 +147,27 @@ def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Found:
         return training.run(n_steps)
 
 
-def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Found:
-    """The same; but half-way it is saved, and another resumes it."""
-    half = n_steps // 2
+def resumed(rows: Sequence[Row], world: World, dtype: torch.dtype, n_steps: Sequence[int]) -> Found:
+    """So many steps of one row after the other, each from the checkpoint of the one before."""
+    found: Found = {}
     with TemporaryDirectory() as folder:
         workdir = Path(world.gather(folder)[0])
-        args = replace(
-            row.problem.options, workdir=workdir, save_every=half, resume=True,
-        )  # fmt: skip
-
-        def saving(training: Training) -> Saving:
-            return Saving(world, args, training.task, training.model, training.optimizer)
-
-        with laid_out(row, world, dtype) as first:
-            saver = saving(first)
-            saver.restore(NO_RESUME)
-            found = first.run(half, lambda totals, _: saver.after_step(0, totals))
-        with laid_out(row, world, dtype) as second:
-            resume = find_resume(args)
-            assert resume.checkpoint is not None
-            saving(second).restore(resume)
-            found |= second.run(n_steps - half)
+        for row, n in zip(rows, n_steps, strict=True):
+            args = replace(row.problem.options, workdir=workdir, save_every=n, resume=True)
+            with laid_out(row, world, dtype) as training:
+                saving = Saving(world, args, training.task, training.model, training.optimizer)
+                resume = find_resume(args) if found else NO_RESUME
+                assert found == {} or resume.checkpoint is not None
+                saving.restore(resume)
+                before = {key: value for key, value in found.items() if key[0] != "weight"}
+                found = before | training.run(n, partial(_save, saving))
+            end_groups()
         world.gather(None)  # all have read
     return found
+
+
+def _save(saving: Saving, totals: Any, _: float) -> None:
+    saving.after_step(0, totals)
 
 
 def rectangles(
@@ -197,9 +195,12 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         wanted = same_places(reference, found)
     else:
         bound = 0.0
-        again = interrupted if row.beside == "resumed run" else trained
-        other = replace(row, recompute="never") if row.beside == "nothing recomputed" else row
-        wanted = again(other, world, dtype, n_steps)
+        if row.beside == "uninterrupted run":
+            half = n_steps // 2
+            wanted = resumed([row, row], world, dtype, [half, n_steps - half])
+        else:
+            plainly = replace(row, name=row.name.split("-recompute")[0])
+            wanted = trained(plainly, world, dtype, n_steps)
     rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
     by_rank = world.gather((compare(found, wanted, reference, rank), sizes))

@@ -1,9 +1,8 @@
 """The rows: every layout, and what goes wrong in it.
 
-A new one joins by one line: its name, how many ranks it needs, what lays the model out, and what
-it trains.
+A new one joins by one line: its name, which says what lays the model out, and what it trains.
 
-    Row("fsdp3-zero2-even", 3, sharded(2), Sentences(12, 6))
+    Row("fsdp3-zero2-even", Sentences(12, 6))
 
 Names begin with the layout and the number of its ranks or stages:
 
@@ -11,21 +10,34 @@ Names begin with the layout and the number of its ranks or stages:
     mesh       dp x pp x tp ranks             context    positions
     ddp        the whole model on each rank   module     a Pipe as a plain nn.Module
     fsdp       shards                         blocks     the course's GPT2LMHeadModelParallel
-    pipeline   stages, one on each rank
+    pipeline   stages, one on each rank       hybrid     copies in shards
+
+What follows are options, and words that say in short what is trained:
+
+    zb v3_m8               a schedule, and its stages per rank   flat       --gradient_sync
+    2x1x2 cp2 ep2 shards1  axes of a mesh; dp is what is left    heads      --attention
+    cut_6_1_1              layers per stage                      sequence   --sequence_parallel
+    recompute_sqrt         it must have the same bits as without
+    resumed                it must have the same bits as without an interruption
+    gloo                   ranks send, as if each had a machine of its own
+
+`OTHERS` has the words that are no options. One that is neither is a KeyError.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipeline.schedules import catalogue
 from pipeline.schedules.written import write_schedule
 from runtime.axes import LAYER_AXES, ranks_of
 from runtime.mesh import make_mesh
@@ -41,149 +53,152 @@ from training.tasks.gpt2 import Sequences
 from training.tasks.task import Step, TrainingTask
 
 Build = Callable[[TrainingTask, World, Setup], LaidOutModel]
-Cut = tuple[int, ...]  # layers per stage
+Cuts = dict[int, tuple[int, ...]]  # layers per stage, by the number of stages
 
 SCHEDULES = ("gpipe", "1f1b", "zb")
-EQUAL: tuple[Cut, ...] = ((8,), (3, 5), (3, 2, 3))  # of the eight layers of three blocks
-# Schedules with several stages per rank: how many ranks and chunks, and a cut.
-CHUNKED: tuple[tuple[str, int, int, Cut], ...] = (
-    ("interleaved", 2, 2, (3, 2, 1, 2)),
-    ("interleaved", 2, 3, (2, 1, 2, 1, 1, 1)),
-    ("interleaved", 3, 2, (1, 2, 1, 1, 1, 2)),
-    ("zbv", 2, 2, (3, 2, 1, 2)),
-    ("zbv", 3, 2, (1, 2, 1, 1, 1, 2)),
-    ("vhalf", 3, 2, (1, 2, 1, 1, 1, 2)),
-    ("vmin", 3, 2, (1, 2, 1, 1, 1, 2)),
-    ("dualpipev", 2, 2, (3, 2, 1, 2)),
-)
-DRAWN: tuple[tuple[Cut, Cut], ...] = (  # the rank of each stage, and a cut
-    ((0, 1), (3, 5)), ((0, 1, 2), (3, 2, 3)), ((0, 1, 1, 0), (3, 2, 1, 2)),
-    ((0, 1, 0, 1), (3, 2, 1, 2)),
+# Schedules with several stages per rank: how many ranks and chunks.
+CHUNKED: tuple[tuple[str, int, int], ...] = (
+    ("interleaved", 2, 2), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zbv", 2, 2),
+    ("zbv", 3, 2), ("vhalf", 3, 2), ("vmin", 3, 2), ("dualpipev", 2, 2),
 )  # fmt: skip
-UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 3, 3, 1), 8: (1,) * 8}
-VGG: tuple[Cut, ...] = ((16,), (7, 9), (4, 5, 7))
+DRAWN = ((0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1))  # schedules of one's own: ranks of stages
+CUTS: Cuts = {  # the eight layers of three blocks
+    1: (8,), 2: (3, 5), 3: (3, 2, 3), 4: (3, 2, 1, 2), 6: (1, 2, 1, 1, 1, 2), 8: (1,) * 8,
+}  # fmt: skip
+VGG: Cuts = {1: (16,), 2: (7, 9), 3: (4, 5, 7), 4: (4, 3, 5, 4)}
+SYNCS = ("per_parameter", "flat", "overlap")
+SPLIT_SIZE = 3  # of a batch that a `Pipe` cuts
 BUCKET = 8 << 10  # bytes: several buckets even of these models
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """A row of the table: how a model is laid out, and what it must equal, as its name says.
 
     Attributes:
         num_microbatches: of a rank's part of a batch; None: as many as fit `Sentences.positions`.
-        beside: what it must equal: one process up to rounding; or, bit for bit, which is for
-            dropout, a second run of itself, one that was interrupted, or one that recomputes
-            nothing.
-        recompute: as --recompute.
     """
 
     name: str
-    ranks: int
-    build: Build
     problem: Problem
     num_microbatches: int | None = None
-    beside: Literal["one process", "second run", "resumed run", "nothing recomputed"] = (
-        "one process"
-    )
-    recompute: str = "never"
+
+    @property
+    def kind(self) -> str:
+        """The layout's name."""
+        return self.name.split("-")[0].rstrip("0123456789")
+
+    @property
+    def number(self) -> int:
+        """How many ranks or stages it has."""
+        return int(self.name.split("-")[0].removeprefix(self.kind) or 1)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train it."""
+        return 1 if self.kind in ("threads", "module", "blocks") else self.number
+
+    @property
+    def recompute(self) -> str:
+        """As --recompute."""
+        mode = re.search(r"-recompute_(\w+)", self.name)
+        return mode[1] if mode else "never"
+
+    @property
+    def beside(self) -> str:
+        """What it must equal: one process up to rounding; or, bit for bit, which is for dropout,
+        itself."""
+        if "-resumed" in self.name:
+            return "uninterrupted run"
+        return "one process" if self.recompute == "never" else "nothing recomputed"
 
     @property
     def share_memory(self) -> bool:
-        """Not in rows named gloo: there the ranks send, as if each had a machine of its own."""
+        """Else ranks send, as if each had a machine of its own."""
         return "gloo" not in self.name
+
+    def build(self, task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
+        """Lays the model out."""
+        options, cuts = options_of(self.name), VGG if isinstance(self.problem, Noise) else CUTS
+        stages = self.number * options.get("chunks", 1)
+        if given := re.search(r"-cut_([\d_]+)", self.name):
+            cuts = {stages: tuple(map(int, given[1].split("_")))}
+        elif "-auto" in self.name:  # by the time that layers take
+            cuts = {}
+        where = devices(world, self.number)
+        if self.kind in ("single", "ddp"):
+            asked = having(setup, bucket_mb=BUCKET / 2**20, **options)
+            return Replicated(task, world, asked)
+        if self.kind == "threads":
+            asked = having(setup, cuts.get(stages), **options)
+            return StagesInThreads(task, world, asked, where)
+        if self.kind == "module":
+            asked = having(setup, cuts[stages], num_microbatches=1)
+            return PlainModule(task, world, asked, where)
+        if self.kind == "blocks":
+            split_size = None if "-one_by_one" in self.name else SPLIT_SIZE
+            return BlocksInThreads(task, world, setup, where, split_size)
+        if axis := {"pipeline": "pp", "context": "cp"}.get(self.kind):
+            options[axis] = self.number
+        return mesh(self.number, cuts, **options)(task, world, setup)
 
 
 # What lays a model out
 
 
-def having(setup: Setup, cut: Cut | None = None, **options: Any) -> Setup:
+# Words of what is trained, and of how a row is checked.
+OTHERS = """
+    auto bias clipped documents dp4 dropout even experts full gloo gpt2 muon no_dropout no_target
+    none_left odd one_by_one one_each one_more resumed same_length top1 untied vgg16 z
+"""
+WORDS: dict[str, dict[str, Any]] = {
+    **{word: {} for word in OTHERS.split()},
+    "sequence": {"sequence_parallel": True},
+    **{sync: {"gradient_sync": sync} for sync in SYNCS},
+    **{attention: {"attention": attention} for attention in ("ring", "heads")},
+    **{schedule: {"schedule": schedule} for schedule in catalogue.SCHEDULES},
+    **{schedule: {"schedule": schedule, "chunks": 2} for schedule, *_ in CHUNKED},
+}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options for which the words of a name stand. KeyError: a word that stands for nothing."""
+    options: dict[str, Any] = {}
+    for word in name.split("-")[1:]:
+        if axis := re.fullmatch(r"(cp|ep|pp|tp|shards|zero)(\d)", word):
+            options[axis[1]] = int(axis[2])
+        elif axes := re.fullmatch(r"\dx(\d)x(\d)", word):
+            options |= {"pp": int(axes[1]), "tp": int(axes[2])}
+        elif chunks := re.fullmatch(r"v(\d)_m\d", word):
+            options["chunks"] = int(chunks[1])
+        elif own := re.fullmatch(r"own(\d)", word):
+            ranks, seed = DRAWN[int(own[1])], int(own[1])
+            options["schedule"] = write_schedule(drawn(ranks, 4, seed), "own")
+            options["chunks"] = len(ranks) // len({*ranks})
+        elif not re.match(r"m\d|(cut|recompute|split)_", word):
+            options |= WORDS[word]
+    return options
+
+
+def having(setup: Setup, cut: tuple[int, ...] | None = None, **options: Any) -> Setup:
     """The same with this cut, and these options."""
     return replace(setup, args=replace(setup.args, **options), cut=cut)
 
 
-def replicated(sync: str = "overlap") -> Build:
-    """Gradients averaged in this way."""
-    return lambda task, world, setup: Replicated(
-        task, world, having(setup, gradient_sync=sync, bucket_mb=BUCKET / 2**20)
-    )
-
-
-def sharded(zero: int) -> Build:
-    """ZeRO 1, 2, 3."""
-    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=zero)(task, world, setup)
-
-
-def staged(cut: Cut, schedule: str, m: int, chunks: int = 1) -> Build:
-    """A rank per stage, or per `chunks` of them; m micro-batches."""
-    options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
-    return lambda task, world, setup: Staged(
-        task,
-        world,
-        having(setup, cut, **options),
-        make_mesh({"pp": world.world_size}, 60.0, [LAYER_AXES]),
-    )
-
-
-def mesh(
-    dp: int,
-    pp: int,
-    tp: int,
-    schedule: str = "1f1b",
-    sequence_parallel: bool = False,
-    zero: int | None = None,
-    chunks: int = 1,
-    ep: int = 1,
-    cp: int = 1,
-    attention: str = "ring",
-    shards: int | None = None,
-) -> Build:
-    """dp x cp x pp x tp ranks, layers cut unevenly. Of the dp, `ep` share experts, and `shards` a
-    copy."""
+def mesh(W: int, cuts: Cuts = CUTS, **options: Any) -> Build:
+    """W ranks: dp is what the axes among the options leave. Layers are cut unevenly."""
+    pp = options.get("pp", 1)
+    dp = W // (pp * options.get("tp", 1) * options.get("cp", 1))
+    # One stage: all layers, however many.
+    cut = cuts[pp * options.get("chunks", 1)] if pp > 1 else None
+    layout = Sharded if options.get("zero") in (2, 3) else Staged
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        ranks = ranks_of(
-            {"dp": dp, "shards": shards, "ep": ep, "cp": cp, "pp": pp, "tp": tp, "zero": zero}
-        )
         more = [LAYER_AXES] if setup.args.optimizer == "muon" else []
-        places = make_mesh(ranks, 60.0, more)
-        cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
-        asked = having(
-            setup, cut, schedule=schedule, sequence_parallel=sequence_parallel, zero=zero,
-            chunks=chunks, attention=attention,
-        )  # fmt: skip
-        return (Sharded if zero in (2, 3) else Staged)(task, world, asked, places)
+        places = make_mesh(ranks_of({"dp": dp, **options}), 60.0, more)
+        return layout(task, world, having(setup, cut, dp=dp, **options), places)
 
     return build
-
-
-def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
-    """A thread per stage, or per `chunks` of them; m micro-batches. A number of stages is cut by
-    the time that layers take."""
-    stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
-    n = stages // chunks
-    options: Any = {"schedule": schedule, "num_microbatches": m, "chunks": chunks}
-    return lambda task, world, setup: StagesInThreads(
-        task, world, having(setup, given, **options), devices(world, n)
-    )
-
-
-def module(cut: Cut, split_size: int) -> Build:
-    """A `Pipe` in a plain loop."""
-
-    def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
-        where = devices(world, len(cut))
-        model = PlainModule(task, world, having(setup, cut, num_microbatches=1), where)
-        model.pipe.split_size = split_size
-        return model
-
-    return build
-
-
-def blocks(n: int, split_size: int | None) -> Build:
-    """The blocks in n stages; None: one stage at a time."""
-    return lambda task, world, setup: BlocksInThreads(
-        task, world, setup, devices(world, n), split_size
-    )
 
 
 def devices(world: World, num_stages: int) -> list[torch.device]:
@@ -197,6 +212,7 @@ class PlainModule(StagesInThreads):
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the caller."""
+        self.pipe.split_size = SPLIT_SIZE
         (x,), (target,) = step.inputs, step.targets
         if isinstance(x, Sequences) and x.targets is not None:  # weights are cut as the ids are
             weights = x.hidden.new_zeros(x.hidden.numel()).index_fill(0, x.targets, 1)
@@ -210,14 +226,15 @@ class PlainModule(StagesInThreads):
 # The rows
 
 
-def _parts(W: int) -> dict[str, tuple[Sentences, int | None]]:
+def _parts(W: int) -> dict[str, tuple[Problem, int | None]]:
     """What goes wrong where a batch is dealt out to W ranks, and the number of micro-batches. Every
     second batch is the odd one."""
     B = {2: 8, 3: 6}[W]
-    parts: dict[str, tuple[Sentences, int | None]] = {
+    parts: dict[str, tuple[Problem, int | None]] = {
         "one_more": (Sentences(B + W + 1, B, positions=30), None),  # for rank 0
         "none_left": (Sentences(B + 1, B), 100),  # for all ranks but 0; a micro-batch per example
         "m2": (Sentences(B + W, B), 2),
+        "vgg16": (Noise(B + 2, B), 2),
     }
     if W == 2:  # what three ranks would do no other way
         parts["even"] = Sentences(2 * B, B), 1
@@ -236,403 +253,270 @@ SPECIAL = {
     "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
     "odd": ODD,
 }
+# For meshes: the last batch is smaller, the vocabulary has no divisor, and dropout is on.
+MESHED = Sentences(
+    22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
+)
+OF_THREE = replace(MESHED, n_head=6, n_embd=24)  # ranks that share heads
+ROUTED = replace(MESHED, n_head=4, vocabulary=64, experts=4)
+BUSY = replace(ROUTED, shared_experts=2, balance_by="bias", router_z=0.1)
 
 
 def _whole_models() -> Iterator[Row]:
-    yield Row("single-one_more", 1, replicated(), *_parts(2)["one_more"])
-    yield Row("single-odd", 1, replicated(), ODD, 2)
+    yield Row("single-one_more", *_parts(2)["one_more"])
+    yield Row("single-odd", ODD, 2)
     for W in (2, 3):
         for what, trained in _parts(W).items():
-            for sync in ("per_parameter", "flat", "overlap") if W == 2 else ("overlap",):
-                yield Row(f"ddp{W}-{sync}-{what}", W, replicated(sync), *trained)
-            if W == 2 or what == "none_left":
-                yield Row(f"ddp{W}-gloo-{what}", W, replicated(), *trained)
-        yield Row(f"ddp{W}-overlap-vgg16", W, replicated(), Noise(10, 8), 2)
-    yield Row("ddp2-gloo-vgg16", 2, replicated(), Noise(9, 8), 1)
+            for sync in (*SYNCS, "gloo") if W == 2 else ("overlap", "gloo"):
+                yield Row(f"ddp{W}-{sync}-{what}", *trained)
 
 
 def _shards() -> Iterator[Row]:
     for zero in (1, 2, 3):
         for what, trained in _parts(2).items():
-            yield Row(f"fsdp2-zero{zero}-{what}", 2, sharded(zero), *trained)
-        yield Row(f"fsdp3-zero{zero}-none_left", 3, sharded(zero), *_parts(3)["none_left"])
-        for W in (2, 3) if zero == 3 else (2,):
-            yield Row(f"fsdp{W}-zero{zero}-gloo", W, sharded(zero), *_parts(W)["m2"])
-            yield Row(f"fsdp{W}-zero{zero}-vgg16", W, sharded(zero), Noise(10, 8), 1)
+            yield Row(f"fsdp2-zero{zero}-{what}", *trained)
+        yield Row(f"fsdp3-zero{zero}-none_left", *_parts(3)["none_left"])
+        yield Row(f"fsdp2-zero{zero}-gloo", *_parts(2)["m2"])
+    yield Row("fsdp3-zero3-gloo", *_parts(3)["m2"])
+    yield Row("fsdp3-zero3-vgg16", *_parts(3)["vgg16"])
 
 
 def _stages() -> Iterator[Row]:
     """Every second batch has 3 examples, fewer than 8 micro-batches; of 8 examples in 3
     micro-batches the last has fewer."""
+    yield Row("threads1-1f1b-m3", TEXT, 3)  # one stage does the same in any order
+    yield Row("pipeline1-1f1b-m3", TEXT, 3)
     for schedule in SCHEDULES:
-        for n, cut in enumerate(EQUAL, 1):
-            if n == 1 and schedule != "1f1b":  # one stage does the same in any order
-                continue
-            for m in {1: (3,), 2: (1, 3, 8), 3: (3, 8)}[n]:
-                yield Row(f"threads{n}-{schedule}-m{m}", 1, threads(cut, schedule, m), TEXT)
-                if n < 3 or m == 8:
-                    yield Row(f"pipeline{n}-{schedule}-m{m}", n, staged(cut, schedule, m), TEXT)
-        for cut in ((4, 4), (1, 7), (6, 1, 1)):  # in a block; an embedding or a head alone
-            name = f"threads{len(cut)}-{schedule}-cut_{'_'.join(map(str, cut))}"
-            yield Row(name, 1, threads(cut, schedule, 4), TEXT)
+        for n, m in ((2, 1), (2, 3), (2, 8), (3, 3), (3, 8)):
+            yield Row(f"threads{n}-{schedule}-m{m}", TEXT, m)
+            if (n, m) != (3, 3):
+                yield Row(f"pipeline{n}-{schedule}-m{m}", TEXT, m)
+        for n, cut in ((2, "4_4"), (2, "1_7"), (3, "6_1_1")):  # in a block; an end alone
+            yield Row(f"threads{n}-{schedule}-cut_{cut}", TEXT, 4)
         for what, trained in SPECIAL.items():
-            yield Row(f"threads2-{schedule}-{what}", 1, threads((3, 5), schedule, 4), trained)
-            yield Row(f"pipeline2-{schedule}-{what}", 2, staged((3, 5), schedule, 4), trained)
+            yield Row(f"threads2-{schedule}-{what}", trained, 4)
+            yield Row(f"pipeline2-{schedule}-{what}", trained, 4)
         for n in (2, 3) if schedule == "zb" else (2,):
-            build = staged(VGG[n - 1], schedule, 4)
-            yield Row(f"pipeline{n}-{schedule}-vgg16", n, build, Noise(11, 8))
-    yield Row("threads2-sequential-m4", 1, threads((3, 5), "sequential", 4), TEXT)
-    yield Row("threads2-1f1b-auto", 1, threads(2, "1f1b", 4), TEXT)
-    for n, cut in enumerate(EQUAL, 1):
-        yield Row(f"module{n}-gpt2", 1, module(cut, 3), TEXT)
-        yield Row(f"module{n}-vgg16", 1, module(VGG[n - 1], 3), Noise(11, 8))
-        yield Row(f"blocks{n}-split_size3", 1, blocks(n, 3), TEXT)
-    yield Row("blocks2-one_by_one", 1, blocks(2, None), TEXT)
-    yield Row("blocks2-odd", 1, blocks(2, 3), ODD)
+            yield Row(f"pipeline{n}-{schedule}-vgg16", Noise(11, 8), 4)
+    yield Row("threads2-sequential-m4", TEXT, 4)
+    yield Row("threads2-1f1b-auto", TEXT, 4)
+    for n in (1, 2, 3):
+        yield Row(f"module{n}-gpt2", TEXT)
+        yield Row(f"module{n}-vgg16", Noise(11, 8))
+        yield Row(f"blocks{n}-split_size3", TEXT)
+    yield Row("blocks2-one_by_one", TEXT)
+    yield Row("blocks2-odd", ODD)
 
 
 def _chunks() -> Iterator[Row]:
     """Several stages per rank; in a V the first rank has the embedding and the head."""
-    for seed, (ranks, cut) in enumerate(DRAWN):  # of one's own, in any order
-        n, v, text = (
-            max(ranks) + 1,
-            len(ranks) // (max(ranks) + 1),
-            write_schedule(drawn(ranks, 4, seed), "own"),
-        )
-        yield Row(f"threads{n}-own{seed}", 1, threads(cut, text, 4, v), TEXT)
-        yield Row(f"pipeline{n}-own{seed}", n, staged(cut, text, 4, v), TEXT)
-    for schedule, n, v, cut in CHUNKED:
+    for seed, ranks in enumerate(DRAWN):  # in any order
+        yield Row(f"threads{max(ranks) + 1}-own{seed}", TEXT, 4)
+        yield Row(f"pipeline{max(ranks) + 1}-own{seed}", TEXT, 4)
+    for schedule, n, v in CHUNKED:
         for m in (3, 8):
-            name, here = f"{n}-{schedule}-v{v}_m{m}", threads(cut, schedule, m, v)
-            yield Row(f"threads{name}", 1, here, TEXT)
-            yield Row(f"pipeline{name}", n, staged(cut, schedule, m, chunks=v), TEXT)
+            yield Row(f"threads{n}-{schedule}-v{v}_m{m}", TEXT, m)
+            yield Row(f"pipeline{n}-{schedule}-v{v}_m{m}", TEXT, m)
         if (n, v) != (2, 2):
             continue
-        on_ranks = staged(cut, schedule, 4, chunks=2)
         for what, trained in (SPECIAL | {"dropout": DROPPED}).items():
-            yield Row(f"threads2-{schedule}-{what}", 1, threads(cut, schedule, 4, 2), trained)
-            yield Row(f"pipeline2-{schedule}-{what}", 2, on_ranks, trained)
-        build = staged((4, 3, 5, 4), schedule, 4, chunks=2)
-        yield Row(f"pipeline2-{schedule}-vgg16", 2, build, Noise(11, 8))
-        yield Row(f"pipeline2-{schedule}-twice", 2, on_ranks, DROPPED, 2, "second run")
-        yield Row(f"pipeline2-{schedule}-resumed", 2, on_ranks, DROPPED, 2, "resumed run")
-        meshed = Sentences(22, n_layer=3, n_head=4, vocabulary=67, dropout=0.1, max_grad_norm=1.0)
-        for layout in ((2, 2, 1), (1, 2, 2)):
-            name = f"mesh4-{'x'.join(map(str, layout))}-{schedule}"
-            yield Row(name, 4, mesh(*layout, schedule, chunks=2), meshed, 3)
-        zero1 = mesh(2, 2, 1, schedule, zero=1, chunks=2)
-        yield Row(f"mesh4-2x2x1-{schedule}-zero1", 4, zero1, meshed, 3)
+            yield Row(f"threads2-{schedule}-{what}", trained, 4)
+            yield Row(f"pipeline2-{schedule}-{what}", trained, 4)
+        yield Row(f"pipeline2-{schedule}-vgg16", Noise(11, 8), 4)
+        yield Row(f"pipeline2-{schedule}-resumed", DROPPED, 4)
+        for axes in ("2x2x1", "1x2x2"):
+            yield Row(f"mesh4-{axes}-{schedule}", MESHED, 3)
+        yield Row(f"mesh4-2x2x1-{schedule}-zero1", MESHED, 3)
 
 
 def _meshes() -> Iterator[Row]:
-    """Every way to lay 2, 4 and 8 ranks out in three dimensions. The last batch is smaller, the
-    vocabulary has no divisor, and dropout is on."""
-    problem = Sentences(
-        22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
-    )
+    """Every way to lay 2, 4 and 8 ranks out in three dimensions."""
     of_8 = [1, 2, 4, 8]
     layouts = [(W, *axes) for W in of_8[1:] for axes in product(of_8, repeat=3) if prod(axes) == W]
     for W, dp, pp, tp in layouts:
         m = 3 if pp > 1 else 2 if tp > 1 else None
         name = f"mesh{W}-{dp}x{pp}x{tp}"
-        yield Row(name, W, mesh(dp, pp, tp), problem, m)
+        yield Row(name, MESHED, m)
         if tp > 1:
-            yield Row(f"{name}-sequence", W, mesh(dp, pp, tp, sequence_parallel=True), problem, m)
+            yield Row(f"{name}-sequence", MESHED, m)
         if dp > 1:
-            yield Row(f"{name}-zero1", W, mesh(dp, pp, tp, zero=1), problem, m)
+            yield Row(f"{name}-zero1", MESHED, m)
         if dp > 1 and pp == 1 and tp > 1:
-            build = mesh(dp, pp, tp, sequence_parallel=True, zero=3)
-            yield Row(f"{name}-sequence-zero3", W, build, problem, m)
+            yield Row(f"{name}-sequence-zero3", MESHED, m)
     odd = replace(ODD, n_head=4)
-    yield Row("mesh2-1x1x2-odd", 2, mesh(1, 1, 2), odd, 2)
+    yield Row("mesh2-1x1x2-odd", odd, 2)
     # What pads a sequence is beyond the model's last position.
     full = Sentences(6, same_length=True, n_positions=13, n_head=4)
-    yield Row("mesh2-1x1x2-sequence-full", 2, mesh(1, 1, 2, sequence_parallel=True), full, 2)
-    with_contexts = mesh(1, 1, 2, cp=2, sequence_parallel=True)
-    yield Row("mesh4-1x1x2-cp2-sequence-full", 4, with_contexts, full, 2)
-    yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2), problem, 2)
-    yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False), 2)
-    of_three = replace(problem, n_head=3, n_embd=24)
-    yield Row("mesh3-1x1x3", 3, mesh(1, 1, 3, sequence_parallel=True), of_three, 2)
-    yield Row("mesh4-2x1x2-none_left", 4, mesh(2, 1, 2), Sentences(9, 8, n_head=4), 100)
-    yield Row("mesh4-1x2x2-odd", 4, mesh(1, 2, 2, sequence_parallel=True), odd, 2)
-    yield Row("mesh4-2x1x2-zero2", 4, mesh(2, 1, 2, zero=2), problem, 2)
-    yield Row("mesh4-1x2x2-zb", 4, mesh(1, 2, 2, "zb"), problem, 3)
-    yield Row("mesh4-2x2x1-zero1-resumed", 4, mesh(2, 2, 1, zero=1), problem, 2, "resumed run")
-    yield Row("mesh4-1x2x2-resumed", 4, mesh(1, 2, 2), problem, 2, "resumed run")
-    yield Row("mesh4-1x2x2-twice", 4, mesh(1, 2, 2), problem, 2, "second run")
+    yield Row("mesh2-1x1x2-sequence-full", full, 2)
+    yield Row("mesh4-1x1x2-cp2-sequence-full", full, 2)
+    yield Row("mesh2-1x1x2-gloo", MESHED, 2)
+    yield Row("mesh2-1x1x2-untied", replace(MESHED, tied=False), 2)
+    yield Row("mesh3-1x1x3-sequence", OF_THREE, 2)
+    yield Row("mesh4-2x1x2-none_left", Sentences(9, 8, n_head=4), 100)
+    yield Row("mesh4-1x2x2-sequence-odd", odd, 2)
+    yield Row("mesh4-2x1x2-zero2", MESHED, 2)
+    yield Row("mesh4-1x2x2-zb", MESHED, 3)
+    yield Row("mesh4-2x2x1-zero1-resumed", MESHED, 2)
+    yield Row("mesh4-1x2x2-resumed", MESHED, 2)
 
 
 def _contexts() -> Iterator[Row]:
     """Sequences of 2 to 20 positions, most of which no rank's stretches divide, over up to four
     ranks; a few have no position for each stretch. With m = 100 micro-batches each has an example,
     or none. Dropout is on where nothing else is said."""
-    problem = Sentences(
-        22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
-    )
-    odd, no_target = replace(ODD, n_head=4), Sentences(12, 4, some_without_target=True)
     for attention, c in product(("ring", "heads"), (2, 3, 4)):
-        trained = replace(problem, n_head=6, n_embd=24) if c == 3 else problem
-        build, name = mesh(1, 1, 1, cp=c, attention=attention), f"context{c}-{attention}"
-        yield Row(name, c, build, trained, 2)
+        trained, name = OF_THREE if c == 3 else MESHED, f"context{c}-{attention}"
         kept = replace(trained, dropout=0.0)  # by fused kernels
-        yield Row(f"{name}-no_dropout", c, build, kept, 2)
-        yield Row(f"{name}-one_each", c, build, replace(kept, max_grad_norm=None), 100)
+        yield Row(name, trained, 2)
+        yield Row(f"{name}-no_dropout", kept, 2)
+        yield Row(f"{name}-one_each", replace(kept, max_grad_norm=None), 100)
         if c == 2:
-            yield Row(f"{name}-odd", c, build, odd, 2)
-            yield Row(f"{name}-gloo", c, build, kept, 2)
-            yield Row(f"{name}-no_target", c, build, no_target, 3)
-            yield Row(f"{name}-untied", c, build, replace(trained, tied=False), 2)
-            yield Row(f"{name}-twice", c, build, problem, 2, "second run")
-            yield Row(f"{name}-resumed", c, build, problem, 2, "resumed run")
-            beside: Any = "nothing recomputed"
-            yield Row(f"{name}-recompute_always", c, build, problem, 2, beside, "always")
+            yield Row(f"{name}-odd", replace(ODD, n_head=4), 2)
+            yield Row(f"{name}-gloo", kept, 2)
+            yield Row(f"{name}-no_target", Sentences(12, 4, some_without_target=True), 3)
+            yield Row(f"{name}-untied", replace(trained, tied=False), 2)
+            yield Row(f"{name}-resumed", MESHED, 2)
+            yield Row(f"{name}-recompute_always", MESHED, 2)
         for zero in (1, 2, 3):
-            build = mesh(1, 1, 1, zero=zero, cp=c, attention=attention)
-            yield Row(f"{name}-zero{zero}", c, build, trained, 2)
+            yield Row(f"{name}-zero{zero}", trained, 2)
     for schedule in ("gpipe", "1f1b", "zb", "interleaved", "zbv"):
-        chunks = 2 if schedule in ("interleaved", "zbv") else 1
-        build = mesh(1, 2, 1, schedule, chunks=chunks, cp=2)
-        yield Row(f"mesh4-1x2x1-cp2-{schedule}", 4, build, problem, 3)
+        yield Row(f"mesh4-1x2x1-cp2-{schedule}", MESHED, 3)
     for dp, pp, tp in ((2, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)):
         W, m = 2 * dp * pp * tp, 3 if pp > 1 else 2
         name = f"mesh{W}-{dp}x{pp}x{tp}-cp2"
-        for attention in ("ring", "heads"):
-            build = mesh(dp, pp, tp, cp=2, attention=attention)
-            yield Row(f"{name}-{attention}", W, build, problem, m)
-        yield Row(f"{name}-zero1", W, mesh(dp, pp, tp, "zb", zero=1, cp=2), problem, m)
-        if tp > 1:
-            build = mesh(dp, pp, tp, sequence_parallel=True, cp=2)
-            yield Row(f"{name}-sequence", W, build, problem, m)
+        for words in ("ring", "heads", "zb-zero1"):
+            yield Row(f"{name}-{words}", MESHED, m)
+        sequence = "-sequence" if tp > 1 else ""
+        if sequence:
+            yield Row(f"{name}-sequence", MESHED, m)
         if pp == 1:
-            build = mesh(dp, pp, tp, sequence_parallel=tp > 1, zero=3, cp=2)
-            yield Row(f"{name}-zero3", W, build, problem, m)
-    build = mesh(1, 1, 3, sequence_parallel=True, cp=2)
-    yield Row("mesh6-1x1x3-cp2-sequence", 6, build, replace(problem, n_head=3, n_embd=24), 2)
-    yield Row("mesh6-1x2x1-cp3-zb", 6, mesh(1, 2, 1, "zb", cp=3), problem, 3)
-    yield Row("mesh4-2x1x1-cp2-none_left", 4, mesh(2, 1, 1, cp=2), Sentences(9, 8, n_head=4), 100)
+            yield Row(f"{name}{sequence}-zero3", MESHED, m)
+    yield Row("mesh6-1x1x3-cp2-sequence", OF_THREE, 2)
+    yield Row("mesh6-1x2x1-cp3-zb", MESHED, 3)
+    yield Row("mesh4-2x1x1-cp2-none_left", Sentences(9, 8, n_head=4), 100)
+
+
+def _each(layouts: str, problem: Problem, m: int | None = None, what: str = "") -> Iterator[Row]:
+    """The same under each layout."""
+    for name in layouts.split():
+        yield Row(f"{name}{what}", problem, m)
 
 
 def _documents() -> Iterator[Row]:
     """Rows of documents that do not see each other, beside each document alone; and with dropout,
-    twice, resumed, and recomputed."""
-    rows = Sentences(22, n_layer=3, n_head=4, vocabulary=67, documents=True, positions=40)
-    layouts: dict[str, tuple[int, Build, int | None]] = {
-        "single": (1, replicated(), None),
-        "threads2-zb": (1, threads((3, 5), "zb", 4), None),
-        "module2": (1, module((3, 5), 3), None),
-        "ddp2-overlap": (2, replicated(), None),
-        **{f"fsdp2-zero{zero}": (2, sharded(zero), 2) for zero in (1, 2, 3)},
-        **{f"pipeline2-{s}": (2, staged((3, 5), s, 3), 3) for s in SCHEDULES},
-        "pipeline2-zbv": (2, staged((3, 2, 1, 2), "zbv", 4, chunks=2), 4),
-        "mesh2-1x1x2": (2, mesh(1, 1, 2), 2),
-        "mesh2-1x1x2-sequence": (2, mesh(1, 1, 2, sequence_parallel=True), 2),
-        "mesh4-2x2x1-zero1": (4, mesh(2, 2, 1, zero=1), 2),
-        "mesh4-1x2x1-cp2": (4, mesh(1, 2, 1, cp=2), 3),
-        "mesh4-1x1x2-cp2-sequence": (4, mesh(1, 1, 2, cp=2, sequence_parallel=True), 2),
-        "hybrid4-shards2-zero3": (4, mesh(4, 1, 1, zero=3, shards=2), 2),
-        **{f"context{c}-{attention}": (c, mesh(1, 1, 1, cp=c, attention=attention), 2)
-           for attention, c in product(("ring", "heads"), (2, 4))},
-        "context2-ring-zero3": (2, mesh(1, 1, 1, cp=2, zero=3), 2),
-    }  # fmt: skip
-    for name, (ranks, build, m) in layouts.items():
-        yield Row(f"{name}-documents", ranks, build, rows, m)
+    resumed and recomputed."""
+    rows = replace(MESHED, dropout=0.0, max_grad_norm=None, n_head=4, documents=True)
+    whole = """
+        module2 fsdp2-zero1 fsdp2-zero2 fsdp2-zero3 mesh2-1x1x2 mesh2-1x1x2-sequence
+        mesh4-1x1x2-cp2-sequence hybrid4-shards2-zero3 context2-ring context4-ring context2-heads
+        context4-heads context2-ring-zero3
+    """
+    stages = """
+        threads2-zb pipeline2-gpipe pipeline2-1f1b pipeline2-zb pipeline2-zbv mesh4-2x2x1-zero1
+        mesh4-1x2x1-cp2
+    """
+    for names, m in (("single ddp2-overlap", None), (whole, 2), (stages, 3)):
+        yield from _each(names, rows, m, "-documents")
+    of_experts = "single mesh2-ep2 mesh2-ep2-zero3 context2 mesh4-ep2-cp2-heads"
     routed = replace(rows, experts=4)  # their balance is of a row, whatever its documents
     busy = replace(routed, shared_experts=2, balance_by="bias", router_z=0.1)
-    of_experts: dict[str, tuple[int, Build]] = {
-        "single": (1, replicated()),
-        "mesh2-ep2": (2, mesh(2, 1, 1, ep=2)),
-        "mesh2-ep2-zero3": (2, mesh(2, 1, 1, ep=2, zero=3)),
-        "context2": (2, mesh(1, 1, 1, cp=2)),
-        "mesh4-ep2-cp2-heads": (4, mesh(2, 1, 1, ep=2, cp=2, attention="heads")),
-    }
-    for name, (ranks, build) in of_experts.items():
-        yield Row(f"{name}-experts-documents", ranks, build, routed, 2)
-        yield Row(f"{name}-bias-documents", ranks, build, busy, 2)
-    dropped = replace(rows, dropout=0.1)
-    besides: dict[str, Any] = {
-        "twice": "second run", "resumed": "resumed run", "recompute_always": "nothing recomputed"
-    }  # fmt: skip
-    for name in ("single", "fsdp2-zero3", "pipeline2-zb", "mesh2-1x1x2-sequence", "context2-ring"):
-        ranks, build, m = layouts[name]
-        for what, beside in besides.items():
-            mode = "always" if "recompute" in what else "never"
-            yield Row(f"{name}-documents-{what}", ranks, build, dropped, m, beside, mode)
+    yield from _each(of_experts, routed, 2, "-experts-documents")
+    yield from _each(of_experts, busy, 2, "-bias-documents")
+    some = "single fsdp2-zero3 pipeline2-zb mesh2-1x1x2-sequence context2-ring"
+    for how in ("resumed", "recompute_always"):
+        yield from _each(some, replace(rows, dropout=0.1), 2, f"-documents-{how}")
 
 
 def _replicas_of_shards() -> Iterator[Row]:
     """Four ranks: four copies, two copies in two shards each, one in four; with experts, positions,
-    matrices and stages cut, too. The last batch is smaller, and a replica may have no example."""
-    problem = Sentences(
-        22, n_layer=3, n_head=4, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
-    )
+    matrices and stages cut, too. A replica may have no example."""
     for zero, shards in product((1, 2, 3), (1, 2, 4)):
-        build = mesh(4, 1, 1, zero=zero, shards=shards)
-        yield Row(f"hybrid4-shards{shards}-zero{zero}", 4, build, problem, 2)
+        yield Row(f"hybrid4-shards{shards}-zero{zero}", MESHED, 2)
     for zero in (1, 3):
-        build, name = mesh(4, 1, 1, zero=zero, shards=2), f"hybrid4-shards2-zero{zero}"
-        yield Row(f"{name}-gloo", 4, build, problem, 2)
-        yield Row(f"{name}-none_left", 4, build, Sentences(9, 8, n_head=4), 100)
-        yield Row(f"{name}-resumed", 4, build, problem, 2, "resumed run")
-        yield Row(f"{name}-twice", 4, build, problem, 2, "second run")
-        with_experts = mesh(4, 1, 1, ep=2, zero=zero, shards=2)
-        yield Row(f"{name}-ep2", 4, with_experts, replace(ROUTED, max_grad_norm=1.0))
-        with_positions = mesh(2, 1, 1, cp=2, zero=zero, shards=1)
-        yield Row(f"hybrid4-cp2-shards1-zero{zero}", 4, with_positions, problem, 2)
-        of_matrices = mesh(2, 1, 2, sequence_parallel=True, zero=zero, shards=1)
-        yield Row(f"hybrid4-tp2-shards1-zero{zero}", 4, of_matrices, problem, 2)
-    yield Row("hybrid8-pp2-shards2", 8, mesh(4, 2, 1, "zb", zero=1, shards=2), problem, 3)
+        name = f"hybrid4-shards2-zero{zero}"
+        yield Row(f"{name}-gloo", MESHED, 2)
+        yield Row(f"{name}-none_left", Sentences(9, 8, n_head=4), 100)
+        yield Row(f"{name}-resumed", MESHED, 2)
+        yield Row(f"{name}-ep2", ROUTED)
+        yield Row(f"hybrid4-cp2-shards1-zero{zero}", MESHED, 2)
+        yield Row(f"hybrid4-tp2-sequence-shards1-zero{zero}", MESHED, 2)
+    yield Row("hybrid8-pp2-zb-shards2-zero1", MESHED, 3)
 
 
 def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
-    builds: dict[str, tuple[int, Build]] = {
-        "single": (1, replicated()),
-        **{f"ddp2-{sync}": (2, replicated(sync)) for sync in ("per_parameter", "flat", "overlap")},
-        "ddp2-gloo": (2, replicated()),
-        **{f"fsdp2-zero{zero}": (2, sharded(zero)) for zero in (1, 3)},
-        **{f"pipeline2-{s}": (2, staged((3, 5), s, 4)) for s in ("1f1b", "zb")},
-        **{f"threads3-{s}": (1, threads((3, 2, 3), s, 4)) for s in SCHEDULES},
-        "module3": (1, module((3, 2, 3), 3)),
-        "blocks3": (1, blocks(3, 3)),
-    }
-    for name, (ranks, build) in builds.items():
-        if name != "blocks3":  # whose dropout is transformers' own, and draws
-            yield Row(f"{name}-dropout", ranks, build, DROPPED, 2)
-        yield Row(f"{name}-twice", ranks, build, DROPPED, 2, "second run")
-        yield Row(f"{name}-resumed", ranks, build, DROPPED, 2, "resumed run")
+    layouts = """
+        single ddp2-per_parameter ddp2-flat ddp2-overlap ddp2-gloo fsdp2-zero1 fsdp2-zero3 module3
+        pipeline2-1f1b pipeline2-zb threads3-gpipe threads3-1f1b threads3-zb mesh2-1x1x2-sequence
+    """
+    yield from _each(layouts, DROPPED, 3, "-dropout")
+    # The dropout of blocks is transformers' own, and draws.
+    yield from _each(f"{layouts} blocks3", DROPPED, 3, "-resumed")
 
 
 def _recomputed() -> Iterator[Row]:
     """Dropout on: activations that are computed again are those that were forgotten."""
-    problem = Sentences(11, n_layer=3, n_head=4, dropout=0.1)
-    always, but_last, sqrt = every = "always", "except_last", "sqrt"
-    text: dict[str, tuple[int, Build, tuple[str, ...]]] = {
-        "single": (1, replicated(), (always, sqrt)),
-        "ddp2-overlap": (2, replicated(), (always, sqrt)),
-        "fsdp2-zero1": (2, sharded(1), (always,)),
-        "fsdp2-zero3": (2, sharded(3), (always,)),
-        **{f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES},
-        **{f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES},
-        "module3": (1, module((3, 2, 3), 3), (always, but_last)),
-        "blocks3": (1, blocks(3, 3), every),
-        "mesh2-1x1x2": (2, mesh(1, 1, 2), (always, sqrt)),
-        "mesh4-2x1x2-zero3": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), (always,)),
-        "mesh4-1x2x2": (4, mesh(1, 2, 2, "zb", True), (always, but_last)),
-        "mesh8-2x2x2": (8, mesh(2, 2, 2, zero=1), (always,)),
-    }
-    for name, (ranks, build, modes) in text.items():
-        for mode in modes:
-            m = 2 if "x" not in name or ranks < 4 else 3
-            beside: Any = "nothing recomputed"
-            yield Row(f"{name}-recompute_{mode}", ranks, build, problem, m, beside, mode)
-    for name, ranks, build in (
-        ("ddp2-overlap", 2, replicated()),
-        ("fsdp2-zero3", 2, sharded(3)),
-        ("pipeline2-zb", 2, staged(VGG[1], "zb", 4)),
-    ):
-        name = f"{name}-recompute_vgg16"
-        yield Row(name, ranks, build, Noise(11, 8), 2, "nothing recomputed", "always")
-
-
-ROUTED = Sentences(22, n_layer=3, n_head=4, dropout=0.1, max_grad_norm=1.0, positions=40, experts=4)
-
-
-BUSY = replace(ROUTED, shared_experts=2, balance_by="bias", router_z=0.1)
+    whole, last = "single ddp2-overlap mesh2-1x1x2", "module3 mesh4-1x2x2-zb-sequence"
+    shards = "fsdp2-zero1 fsdp2-zero3 mesh4-2x1x2-sequence-zero3 mesh8-2x2x2-zero1"
+    stages = """
+        blocks3 threads2-gpipe threads2-1f1b threads2-zb pipeline2-gpipe pipeline2-1f1b pipeline2-zb
+    """
+    yield from _each(f"{whole} {last} {shards} {stages}", DROPPED, 3, "-recompute_always")
+    yield from _each(f"{whole} {stages}", DROPPED, 3, "-recompute_sqrt")
+    yield from _each(f"{last} {stages}", DROPPED, 3, "-recompute_except_last")
+    pictures = "ddp2-overlap fsdp2-zero3 pipeline2-zb"
+    yield from _each(pictures, Noise(11, 8), 2, "-recompute_always-vgg16")
 
 
 def _experts() -> Iterator[Row]:
     """Experts on every rank, and shared by ranks, whose micro-batches are unequally many. Dropout
     is on, and the last batch is smaller."""
-    yield Row("single-experts", 1, replicated(), ROUTED)
-    yield Row("single-experts-top1", 1, replicated(), replace(ROUTED, top_k=1), 2)
-    yield Row("ddp2-experts", 2, replicated(), ROUTED)
-    yield Row("pipeline2-experts", 2, staged((3, 5), "zb", 3), ROUTED)
-    beside: Any = "nothing recomputed"
-    name = "single-experts-recompute_always"
-    yield Row(name, 1, replicated(), ROUTED, 2, beside, "always")
-    yield Row("mesh2-ep2-gloo", 2, mesh(2, 1, 1, ep=2), ROUTED)
-    yield Row("single-bias", 1, replicated(), BUSY)
-    yield Row("single-bias-recompute_always", 1, replicated(), BUSY, 2, beside, "always")
-    yield Row("threads2-bias", 1, threads((3, 5), "1f1b", 3), BUSY)
-    for sync in ("per_parameter", "flat", "overlap"):
-        yield Row(f"ddp2-bias-{sync}", 2, replicated(sync), BUSY)
-    yield Row("pipeline2-bias", 2, staged((3, 5), "zb", 3), BUSY)
-    yield Row("fsdp2-bias-zero2", 2, sharded(2), BUSY)
-    yield Row("single-z", 1, replicated(), replace(ROUTED, router_z=0.1))
-    yield Row("context2-z", 2, mesh(1, 1, 1, cp=2), replace(ROUTED, router_z=0.1), 2)
-    layouts: dict[str, tuple[int, Build, int | None]] = {
-        "mesh2-ep2": (2, mesh(2, 1, 1, ep=2), None),
-        "mesh2-ep2-zero1": (2, mesh(2, 1, 1, ep=2, zero=1), None),
-        "mesh2-ep2-zero3": (2, mesh(2, 1, 1, ep=2, zero=3), None),
-        "mesh4-dp4-ep2": (4, mesh(4, 1, 1, ep=2), None),
-        **{f"mesh4-dp4-ep2-zero{z}": (4, mesh(4, 1, 1, ep=2, zero=z), None) for z in (1, 2, 3)},
-        "mesh4-dp4-ep4": (4, mesh(4, 1, 1, ep=4), None),
-        **{f"mesh4-ep2-pp2-{s}": (4, mesh(2, 2, 1, s, ep=2), 3) for s in SCHEDULES},
-        "mesh4-ep2-pp2-zbv": (4, mesh(2, 2, 1, "zbv", ep=2, chunks=2), 3),
-        "mesh4-ep2-pp2-zb-zero1": (4, mesh(2, 2, 1, "zb", ep=2, zero=1), 3),
-        "mesh8-dp4-ep2-pp2": (8, mesh(4, 2, 1, ep=2), 2),
-        "context2-experts": (2, mesh(1, 1, 1, cp=2), 2),
-        "mesh4-ep2-cp2": (4, mesh(2, 1, 1, ep=2, cp=2), 2),
-        "mesh4-ep2-cp2-zero3": (4, mesh(2, 1, 1, ep=2, cp=2, zero=3), None),
-        "mesh4-ep2-cp2-heads-zero1": (4, mesh(2, 1, 1, ep=2, cp=2, zero=1, attention="heads"), 2),
-    }
-    for name, (ranks, build, m) in layouts.items():
-        yield Row(name, ranks, build, ROUTED, m)
-        yield Row(f"{name}-bias", ranks, build, BUSY, m)
-        if name in ("mesh2-ep2", "mesh2-ep2-zero3", "mesh4-ep2-pp2-zb-zero1"):
-            yield Row(f"{name}-bias-resumed", ranks, build, BUSY, m, "resumed run")
-            yield Row(f"{name}-twice", ranks, build, ROUTED, m, "second run")
-            yield Row(f"{name}-resumed", ranks, build, ROUTED, m, "resumed run")
-            yield Row(f"{name}-recompute_always", ranks, build, ROUTED, m, beside, "always")
+    yield from _each("single-experts ddp2-experts", ROUTED)
+    yield Row("pipeline2-zb-experts", ROUTED, 3)
+    yield Row("single-experts-top1", replace(ROUTED, top_k=1), 2)
+    yield Row("single-experts-recompute_always", ROUTED, 2)
+    yield Row("mesh2-ep2-gloo", ROUTED)
+    whole = "single ddp2-per_parameter ddp2-flat ddp2-overlap fsdp2-zero2"
+    yield from _each(whole, BUSY, what="-bias")
+    yield from _each("threads2-1f1b pipeline2-zb", BUSY, 3, "-bias")
+    yield Row("single-bias-recompute_always", BUSY, 2)
+    yield from _each("single-z context2-z", replace(ROUTED, router_z=0.1), 2)
+    shared = """
+        mesh2-ep2 mesh2-ep2-zero1 mesh2-ep2-zero3 mesh4-dp4-ep2 mesh4-dp4-ep2-zero1
+        mesh4-dp4-ep2-zero2 mesh4-dp4-ep2-zero3 mesh4-dp4-ep4 mesh4-ep2-cp2-zero3
+    """
+    positions = "context2-experts mesh4-ep2-cp2 mesh4-ep2-cp2-heads-zero1 mesh8-dp4-ep2-pp2"
+    stages = """
+        mesh4-ep2-pp2-gpipe mesh4-ep2-pp2-1f1b mesh4-ep2-pp2-zb mesh4-ep2-pp2-zbv
+        mesh4-ep2-pp2-zb-zero1
+    """
+    for names, m in ((shared, None), (positions, 2), (stages, 3)):
+        yield from _each(names, ROUTED, m)
+        yield from _each(names, BUSY, m, "-bias")
+    some = "mesh2-ep2 mesh2-ep2-zero3 mesh4-ep2-pp2-zb-zero1"
+    yield from _each(some, BUSY, 3, "-bias-resumed")
+    for how in ("-resumed", "-recompute_always"):
+        yield from _each(some, ROUTED, 3, how)
     alone = Sentences(9, 8, experts=4)  # an example for one rank, and none for the others
-    for zero in (None, 3):
-        name = f"mesh4-dp4-ep4{'-zero3' * bool(zero)}-none_left"
-        yield Row(name, 4, mesh(4, 1, 1, ep=4, zero=zero), alone, 100)
+    yield from _each("mesh4-dp4-ep4 mesh4-dp4-ep4-zero3", alone, 100, "-none_left")
 
 
 def _muon() -> Iterator[Row]:
     """Matrices that are whole, cut and in pieces."""
-    problem = Sentences(
-        22, n_layer=3, n_head=4, vocabulary=67, max_grad_norm=1.0, positions=40, optimizer="muon"
+    plain, routed, busy = (
+        replace(problem, dropout=0.0, optimizer="muon") for problem in (MESHED, ROUTED, BUSY)
     )
-    routed = replace(ROUTED, dropout=0.0, optimizer="muon")
-    busy = replace(BUSY, dropout=0.0, optimizer="muon")
-    layouts: dict[str, tuple[int, Build, Sentences]] = {
-        "single-muon": (1, replicated(), problem),
-        "single-experts-muon": (1, replicated(), routed),
-        "ddp2-muon": (2, replicated(), problem),
-        "ddp3-gloo-muon": (3, replicated(), problem),
-        "threads2-zb-muon": (1, threads((3, 5), "zb", 3), problem),
-        "blocks2-muon": (1, blocks(2, 3), problem),
-        "pipeline2-1f1b-muon": (2, staged((3, 5), "1f1b", 3), problem),
-        "pipeline2-zbv-muon": (2, staged((3, 2, 1, 2), "zbv", 3, 2), problem),
-        **{f"fsdp2-zero{z}-muon": (2, sharded(z), problem) for z in (1, 2, 3)},
-        "fsdp3-zero3-gloo-muon": (3, sharded(3), problem),
-        "mesh2-1x1x2-muon": (2, mesh(1, 1, 2), problem),
-        "mesh2-2x1x1-muon": (2, mesh(2, 1, 1), problem),
-        "mesh4-2x1x2-zero1-muon": (4, mesh(2, 1, 2, zero=1), problem),
-        "mesh4-2x1x2-zero3-muon": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), problem),
-        "mesh4-1x2x2-muon": (4, mesh(1, 2, 2, "zb"), problem),
-        "mesh4-2x2x1-zero1-muon": (4, mesh(2, 2, 1, zero=1), problem),
-        "mesh8-2x2x2-zero1-muon": (8, mesh(2, 2, 2, zero=1), problem),
-        "context2-ring-muon": (2, mesh(1, 1, 1, cp=2), problem),
-        "context2-ring-zero3-muon": (2, mesh(1, 1, 1, cp=2, zero=3), problem),
-        "mesh2-ep2-muon": (2, mesh(2, 1, 1, ep=2), routed),
-        "mesh4-dp4-ep2-zero1-muon": (4, mesh(4, 1, 1, ep=2, zero=1), routed),
-        "mesh4-dp4-ep2-zero3-muon": (4, mesh(4, 1, 1, ep=2, zero=3), routed),
-        "single-bias-muon": (1, replicated(), busy),
-        "ddp2-bias-muon": (2, replicated(), busy),
-        "mesh2-ep2-bias-muon": (2, mesh(2, 1, 1, ep=2), busy),
-        "mesh4-dp4-ep2-zero3-bias-muon": (4, mesh(4, 1, 1, ep=2, zero=3), busy),
-        "hybrid4-shards2-zero1-muon": (4, mesh(4, 1, 1, zero=1, shards=2), problem),
-        "hybrid4-shards2-zero3-gloo-muon": (4, mesh(4, 1, 1, zero=3, shards=2), problem),
-    }
-    for name, (ranks, build, trained) in layouts.items():
-        yield Row(name, ranks, build, trained, 2)
-        if name in ("single-muon", "fsdp2-zero3-muon", "mesh4-2x1x2-zero1-muon"):
-            yield Row(f"{name}-resumed", ranks, build, trained, 2, "resumed run")
-            yield Row(f"{name}-twice", ranks, build, trained, 2, "second run")
+    layouts = """
+        single ddp2 ddp3-gloo threads2-zb blocks2 pipeline2-1f1b pipeline2-zbv fsdp2-zero1
+        fsdp2-zero2 fsdp2-zero3 fsdp3-zero3-gloo mesh2-1x1x2 mesh2-2x1x1 mesh4-2x1x2-zero1
+        mesh4-2x1x2-sequence-zero3 mesh4-1x2x2-zb mesh4-2x2x1-zero1 mesh8-2x2x2-zero1 context2-ring
+        context2-ring-zero3 hybrid4-shards2-zero1 hybrid4-shards2-zero3-gloo
+    """
+    of_experts = "single-experts mesh2-ep2 mesh4-dp4-ep2-zero1 mesh4-dp4-ep2-zero3"
+    yield from _each(layouts, plain, 2, "-muon")
+    yield from _each(of_experts, routed, 2, "-muon")
+    yield from _each("single ddp2 mesh2-ep2 mesh4-dp4-ep2-zero3", busy, 2, "-bias-muon")
+    yield from _each("single fsdp2-zero3 mesh4-2x1x2-zero1", plain, 2, "-muon-resumed")
 
 
 PARTS = (

@@ -64,8 +64,8 @@ def failure(
 
 
 # The short form: every layout, way of averaging, ZeRO stage and schedule, on text and on
-# pictures, and what is special in each, once. (A run that is resumed says what a second one would;
-# meshes have dropout.) `make verify` runs all there are; tests/project/test_losses.py has more.
+# pictures, and what is special in each, once. (Meshes have dropout.) `make verify` runs all there
+# are; tests/project/test_losses.py has more.
 SHORT = """
     single-one_more single-dropout threads2-gpipe-m3 threads2-1f1b-auto threads2-zb-clipped
     threads2-zb-same_length threads2-zb-recompute_sqrt threads2-interleaved-v2_m3
@@ -76,9 +76,10 @@ SHORT = """
     fsdp3-zero3-none_left pipeline2-1f1b-m8 pipeline2-zb-untied pipeline2-interleaved-resumed
     pipeline2-zbv-vgg16 mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied
     mesh2-1x1x2-sequence-full
-    mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-2x1x2-sequence-zero3 mesh4-2x2x1-zero1-resumed
+    mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3-sequence mesh4-2x1x2-sequence-zero3
+    mesh4-2x2x1-zero1-resumed
     mesh2-1x1x2-recompute_always mesh4-2x2x1-zero1 single-experts-top1
-    ddp2-bias-flat single-bias single-z mesh2-ep2 mesh2-ep2-zero1-bias
+    ddp2-flat-bias single-bias single-z mesh2-ep2 mesh2-ep2-zero1-bias
     mesh2-ep2-zero3-recompute_always mesh4-dp4-ep2-zero3
     mesh4-dp4-ep4-none_left mesh4-ep2-pp2-zb-zero1 mesh4-dp4-ep2
     context2-ring context2-heads-no_target context3-ring-one_each context3-heads-zero3

@@ -30,6 +30,7 @@ from training.checkpoint import (
     CheckpointError,
     Saver,
     clean,
+    enum_member,
     load_training,
     names,
     newest,
@@ -250,6 +251,10 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(folder)
     assert not touched.exists()
+    # As Python 3.11.0 to 3.11.3 ask for a member of an enumeration.
+    assert enum_member(signal.Signals, "SIGHUP") is signal.SIGHUP
+    with pytest.raises(KeyError, match="__class__"):
+        enum_member(signal.Signals, "__class__")
 
 
 def trained(steps: int) -> Any:

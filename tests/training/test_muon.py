@@ -5,25 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from torch import nn
 
-from tests.equivalence.compare import KINDS, Found, compare, laid_out, same_places
+from tests.equivalence.compare import KINDS, compare, resumed, same_places
 from tests.equivalence.plain import plain
 from tests.equivalence.problems import Sentences
 from tests.equivalence.table import find
-from tests.ranks import end_groups
 from tests.remote import on_ranks
 from training.launch.world import World
 from training.layouts.layout import Held
 from training.muon import Matrix, Muon, Piece, is_matrix_of_block, owners_of, pieces_of
-from training.results import NOTHING_YET
-from training.resume import NO_RESUME, Saving, find_resume
 
 CPU = torch.device("cpu")
 
@@ -165,18 +159,8 @@ def test_a_run_goes_on_under_any_other_layout(rank: int, world_size: int) -> Non
     """A step under each of four, every one from the checkpoint of the one before: momentum is saved
     by name and place, whoever held it."""
     names = ["ddp2-muon", "fsdp2-zero3-muon", "mesh2-1x1x2-muon", "fsdp2-zero1-muon"]
-    world, found = World(rank, world_size), Found()
-    with TemporaryDirectory() as own:
-        workdir = Path(world.gather(own)[0])
-        for row in map(find, names):
-            args = replace(row.problem.options, workdir=workdir, resume=True)
-            with laid_out(row, world, torch.float64) as training:
-                saving = Saving(world, args, training.task, training.model, training.optimizer)
-                saving.restore(find_resume(args) if found else NO_RESUME)
-                before = {key: value for key, value in found.items() if key[0] != "weight"}
-                found = before | training.run(1)
-                saving.save(0, replace(NOTHING_YET, steps=training.optimizer.steps))
-            end_groups()
-    reference = plain(find(names[0]).problem, len(names), torch.float64)
+    rows = [*map(find, names)]
+    found = resumed(rows, World(rank, world_size), torch.float64, [1] * 4)
+    reference = plain(rows[0].problem, 4, torch.float64)
     differences = compare(found, same_places(reference, found), reference, "")
     assert {*differences} == {*KINDS} and max(d.value for d in differences.values()) < 1e-10

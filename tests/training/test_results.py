@@ -225,9 +225,8 @@ def test_output_that_nobody_reads_any_more(
 ) -> None:
     """As after `| head` has ended: a line of a run, nothing of another program, no traceback. A
     full disk is said."""
-    full = OSError(errno.ENOSPC, "No space left on device")
     for write, said in (
-        (Mock(side_effect=full), r".*No space left on device; make room there, .*\n"),
+        (Mock(side_effect=FULL), r".*No space left on device; make room there, .*\n"),
         (lambda: show("a row"), r".* standard output: cannot be written \(Broken pipe\); .*\n"),
         (partial(print, "a row"), ""),  # written by Python itself, at its end
     ):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.project.programs import ROOT
 from tests.ranks import under_torchrun
+from tests.warm import run_warm
 from training.launch.errors import UserError
 from training.options import Options
 from training.workdir import alone_in_workdir
@@ -55,13 +53,11 @@ for number in (signal.SIGINT, signal.SIGTERM):
 """
 
 
-def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored() -> None:
+def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored(tmp_path: Path) -> None:
     """As under nohup."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     Path("work/checkpoints/000001-epoch0-step4").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], env={"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_warm([str(tmp_path / "interrupted.py")], tmp_path)
     assert done.stdout == f"{128 + 2}\nwent on 0\n{128 + 15}\nwent on 0\n"
     assert done.stderr == 2 * (
         "\nInterrupted; --resume continues from 000001-epoch0-step4. (Ctrl-C saves nothing; "

@@ -328,15 +328,14 @@ def test_who_does_not_come_is_named() -> None:
 
 TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2",
-    "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-    "RANK": "1", "WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
 
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The environment of a rank, and the socket at which its store answers or not."""
-    with listen() as listener:
+    with listen() as listener, under_torchrun(1):
         for name, value in {**TORCHRUN, "MASTER_PORT": listener.getsockname()[1]}.items():
             monkeypatch.setenv(name, str(value))
         yield listener

@@ -26,7 +26,7 @@ def layout(rank: int, world_size: int, **options: Any) -> Any:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     args = PROBLEM.options
     setup = Setup(replace(args, precision=precision), lambda ps: make_optimizer(args, ps))
-    build = mesh(world_size // options.get("cp", 1), 1, 1, **options)
+    build = mesh(world_size, **options)
     return build(PROBLEM.task(world, dtype), world, having(setup))
 
 
