@@ -57,7 +57,6 @@ def check_all(
     """The results of the rows, those of one process first."""
     # In matrices as small as these, threads would wait for each other.
     torch.set_num_threads(1)
-    same_bits_on(device)
     rows = [comparable(row, device) for row in rows]
     problems = dict.fromkeys(row.problem for row in rows)
     references = {problem: plain(problem, n_steps, dtype) for problem in problems}
@@ -74,11 +73,6 @@ def comparable(row: Row, device: str) -> Row:
     if device == "cpu" or row.beside != "one process" or isinstance(row.problem, Noise):
         return row
     return replace(row, problem=replace(row.problem, dropout=0.0))  # type: ignore[call-arg]
-
-
-def same_bits_on(device: str) -> None:
-    """Kernels of a GPU that would add in any order are told to be deterministic."""
-    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
 
 
 def _check_here(run: Run, row: Row) -> Result:
@@ -103,7 +97,6 @@ def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]
 
 def _rank(world: World, run: Run, names: list[str], path: Path) -> None:
     torch.set_num_threads(1)
-    same_bits_on(run.device)
     results = [run.check(comparable(find(name), run.device), world) for name in names]
     if world.is_main:
         path.write_bytes(pickle.dumps(results))

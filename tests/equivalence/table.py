@@ -447,7 +447,7 @@ def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
     layouts = """
         single ddp2-per_parameter ddp2-flat ddp2-overlap ddp2-gloo fsdp2-zero1 fsdp2-zero3 module3
-        pipeline2-1f1b pipeline2-zb threads3-gpipe threads3-1f1b threads3-zb mesh2-1x1x2-sequence
+        pipeline2-1f1b pipeline2-zb threads3-gpipe threads3-1f1b threads3-zb
     """
     yield from _each(layouts, DROPPED, 3, "-dropout")
     # The dropout of blocks is transformers' own, and draws.

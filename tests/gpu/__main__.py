@@ -2,7 +2,7 @@
 
     checks    every program, and tests of pipelines, on the real device
     verify    rows of `make verify`: every kind of layout against one plain process
-    races     the same 20 steps twice, once with an interruption, bit for bit
+    races     the same forward and backward 50 times, bit for bit
 
     python -m tests.gpu races                 some of them
 
@@ -20,16 +20,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from tests.equivalence.compare import laid_out
+from tests.equivalence.table import find
 from training.launch.errors import counted
+from training.launch.launch import launch
+from training.launch.world import World
+from training.layouts.layout import parameters_of
+from training.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
+SAME_STEPS = 50  # of `races`
 LIMIT = 300.0  # seconds that a program may take; several start at once
 Line = tuple[str, str]  # what was checked, and why it failed; empty: it held
 
@@ -98,19 +106,15 @@ def failure_of(command: list[str], folder: Path) -> str:
 
 
 VERIFIED = (
-    "single-one_more", "single-recompute_always", "threads2-gpipe-m3", "threads2-1f1b-m8",
-    "threads2-zb-clipped", "threads2-interleaved-v2_m3", "module2-gpt2", "module2-vgg16",
-    "blocks2-split_size3", "ddp2-per_parameter-one_more", "ddp2-overlap-one_more",
-    "fsdp2-zero1-clipped", "fsdp2-zero2-m2", "fsdp2-zero3-no_target",
+    "single-one_more", "single-resumed", "single-recompute_always",
+    "threads2-gpipe-m3", "threads2-1f1b-m8", "threads2-zb-clipped", "threads2-interleaved-v2_m3",
+    "threads3-1f1b-resumed", "module2-gpt2", "module2-vgg16", "blocks2-split_size3",
+    "ddp2-per_parameter-one_more", "ddp2-overlap-one_more", "ddp2-gloo-resumed",
+    "fsdp2-zero1-clipped", "fsdp2-zero2-m2", "fsdp2-zero3-no_target", "fsdp2-zero3-resumed",
     "fsdp2-zero3-recompute_always", "pipeline2-gpipe-m3", "pipeline2-zb-clipped",
-    "pipeline2-zbv-v2_m8", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
+    "pipeline2-zbv-v2_m8", "pipeline2-1f1b-resumed", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
     "mesh4-2x1x2-sequence-zero3", "mesh4-1x2x2-sequence", "mesh4-2x2x1-zero1",
     "context2-ring", "context2-heads-no_dropout",
-)  # fmt: skip
-RACED = (
-    "single-resumed", "threads3-1f1b-resumed", "threads3-zb-resumed", "module3-resumed",
-    "ddp2-gloo-resumed", "ddp2-overlap-resumed", "fsdp2-zero3-resumed", "pipeline2-1f1b-resumed",
-    "pipeline2-zb-resumed", "mesh2-1x1x2-sequence-resumed",
 )  # fmt: skip
 
 
@@ -119,18 +123,62 @@ def verify() -> list[Line]:
     GPUs; stages in threads are on GPUs of their own where there are enough, else on the CPU."""
     # Of blocks2 the batch is on the GPU, and stages that find none for each are not.
     rows = [name for name in VERIFIED if gpus() > 1 or not name.startswith("blocks2")]
-    return [("rows, in float64", compared(rows, "--steps", "4"))]
+    command = [sys.executable, "-m", "tests.equivalence", "--device", "cuda", "--steps", "4"]
+    return [("rows, in float64", failure_of([*command, "--strategy", ",".join(rows)], ROOT))]
+
+
+RACED = {
+    1: ("single-dropout", "threads2-1f1b-m8", "threads2-zb-m8", "module2-gpt2"),
+    2: ("ddp2-overlap-dropout", "fsdp2-zero3-dropout", "pipeline2-1f1b-dropout",
+        "pipeline2-zb-dropout", "mesh2-1x1x2-sequence"),
+}  # fmt: skip
+
+
+def same_bits(name: str, world: World) -> bool:
+    """Whether SAME_STEPS backwards of one batch have the same loss and gradients, bit for bit. All
+    ranks of the row call it together."""
+    with laid_out(find(name), world, torch.float32) as training:
+        model, average = training.model, getattr(training.model, "average_gradients", None)
+        step = next(training._steps())
+        first: list[Tensor] = []
+        for _ in range(SAME_STEPS):
+            torch.manual_seed(1)
+            training.optimizer.zero_grad()
+            loss = model.backward(step)
+            if average is not None:
+                average(model.module)
+            now = [loss, *(p.grad for p in parameters_of(model.held) if p.grad is not None)]
+            now = [t.detach().clone() for t in now]
+            first = first or now
+            if not all(torch.equal(a, b) for a, b in zip(first, now, strict=True)):
+                return False
+        return len(first) > 1
+
+
+def race_rank(world: World, folder: Path) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for name in RACED[2]:
+        same = same_bits(name, world)
+        (folder / f"{name}.{world.rank}").write_text(str(same))
 
 
 def races() -> list[Line]:
-    """Streams and threads must not show in a bit of a loss, a gradient or a weight."""
-    return [("rows, twice", compared(RACED, "--steps", "20", "--dtype", "float32"))]
-
-
-def compared(rows: Sequence[str], *options: str) -> str:
-    """What is wrong with rows of the table of equality."""
-    command = [sys.executable, "-m", "tests.equivalence", "--device", "cuda", *options]
-    return failure_of([*command, "--strategy", ",".join(rows)], ROOT)
+    """Streams and threads must not show in a bit. Kernels that add atomically would: they are told
+    to be deterministic."""
+    same = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        world = World(device=torch.device("cuda", 0))
+        for name in RACED[1]:
+            same[name] = same_bits(name, world)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with tempfile.TemporaryDirectory() as folder:
+        launch(race_rank, Options(world_size=2, device="cuda"), Path(folder))
+        for name in RACED[2]:
+            verdicts = [(Path(folder) / f"{name}.{r}").read_text() for r in range(2)]
+            same[name] = verdicts == ["True", "True"]
+    return [(name, "" if held else "other bits") for name, held in same.items()]
 
 
 def gpus() -> int:
