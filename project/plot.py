@@ -259,8 +259,9 @@ def draw_figure(args: argparse.Namespace) -> Path:
         output = args.output or folder
         if output.suffix in FORMATS:
             return output
-        if output.suffix and not output.is_dir():
-            raise UserError(f"--output {output}: a picture ends in {', '.join(FORMATS)}")
+        if args.output and output.suffix and not output.is_dir():
+            ends = ", ".join(FORMATS)
+            raise UserError(f"--output {output}: a picture ends in {ends}; a folder must exist")
         return output / f"{stem}.png"
 
     if name == "schedule":

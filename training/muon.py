@@ -298,8 +298,8 @@ class Muon(torch.optim.Optimizer):
             for wide, (matrix, pieces) in zip(stack, matrices.items(), strict=True):
                 for piece in pieces:
                     matrix.of(wide)[piece.place] = values[piece]
-            # A processor computes as many at a time as its cache holds, but not one, as a batch of
-            # one takes up to 1.7 times as long. A GPU would wait for that many launches.
+            # On a processor a batch is what its cache holds, but two at least: one alone takes up
+            # to 1.7 times as long. On a GPU a single batch is fewer launches.
             batches = 1 if stack.is_cuda else min(len(stack) // 2, stack.numel() // IN_CACHE)
             for batch in stack.tensor_split(max(batches, 1)):
                 batch.copy_(orthogonalized(batch))

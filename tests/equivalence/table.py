@@ -493,10 +493,10 @@ def _experts() -> Iterator[Row]:
     for names, m in ((shared, None), (positions, 2), (stages, 3)):
         yield from _each(names, ROUTED, m)
         yield from _each(names, BUSY, m, "-bias")
-    some = "mesh2-ep2 mesh2-ep2-zero3 mesh4-ep2-pp2-zb-zero1"
-    yield from _each(some, BUSY, 3, "-bias-resumed")
-    for how in ("-resumed", "-recompute_always"):
-        yield from _each(some, ROUTED, 3, how)
+    for names, m in (("mesh2-ep2 mesh2-ep2-zero3", None), ("mesh4-ep2-pp2-zb-zero1", 3)):
+        yield from _each(names, BUSY, m, "-bias-resumed")
+        for how in ("-resumed", "-recompute_always"):
+            yield from _each(names, ROUTED, m, how)
     alone = Sentences(9, 8, experts=4)  # an example for one rank, and none for the others
     yield from _each("mesh4-dp4-ep4 mesh4-dp4-ep4-zero3", alone, 100, "-none_left")
 

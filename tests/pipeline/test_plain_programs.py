@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
+from pipeline.processes.links import PeerError
 from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from tests.odd_layers import ODD, Again, linear, sparse_and_tied
@@ -265,6 +266,14 @@ def test_of_two_tensors_in_a_message_one_is_written_to_and_the_other_saved(
         loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
         found = gradients(pipe) | ({"loss": loss} if rank else {})
     assert_close(found, {name: wanted[name] for name in found})
+
+
+@on_ranks(2)
+def test_stages_in_processes_are_looked_at_too(rank: int, _: int) -> None:
+    wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
+    kind, said = ((ValueError, SHARED.format(r"2 \(Call\)")), (PeerError, "stage 0"))[rank]
+    with ProcessPipe(wrong, [3, 2]) as pipe, pytest.raises(kind, match=said):
+        pipe.train_step(*sequences(), square_error, "1f1b", 4)
 
 
 def nested() -> nn.Sequential:

@@ -361,6 +361,8 @@ def test_runs_that_are_missing(tmp_path: Path) -> None:
     check("split_time ddp=2", missing)
     for name in ("/no/such", "dp=2"):
         check(f"throughput {name}", f"{name}: there is no such folder; name the --workdir of a run")
+    with pytest.raises(UserError, match=r"^lr0\.01: there is no such folder"):
+        plot.draw_figure(plot.parse_plot(["training", "lr0.01"]))
     for name, how in (("ddp=4", "ddp --world_size 4"), ("3d=8", "3d --dp 8"), ("3d", "3d")):
         made = f"make it with: python project/train.py {how} --num_batches 9 "
         check(f"memory {name}", made)

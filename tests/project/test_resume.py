@@ -213,8 +213,9 @@ class Killed(BaseException):
 
 def end_while_it_reads(line: str, error: BaseException) -> None:
     """A run that this ends while it reads its data."""
-    with patch.object(train, "load_texts", side_effect=error), pytest.raises(type(error)):
+    with patch.object(train, "load_texts", side_effect=error), pytest.raises(type(error)) as end:
         run(line)
+    assert end.value is error
 
 
 def test_before_the_first_checkpoint_a_resume_is_the_run_that_was_started() -> None:

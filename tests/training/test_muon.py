@@ -31,6 +31,22 @@ def made(weights: dict[str, torch.Tensor], dtype: torch.dtype, decay: float = 0.
     return muon
 
 
+def test_a_stack_is_computed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large matrices are, of which a cache holds few."""
+    torch.manual_seed(0)
+    weights = {f"h.{k}.mlp.c_fc.weight": torch.randn(8, 24, dtype=torch.float64) for k in range(5)}
+    updated = []
+    for elements in (1 << 19, 1):
+        monkeypatch.setattr("training.muon.IN_CACHE", elements)
+        muon = made(weights, torch.float64)
+        matrices = muon.param_groups[0]["params"]
+        for p, gradient in zip(matrices, weights.values(), strict=True):
+            p.grad = gradient.clone()
+        muon.step()
+        updated.append(torch.stack([*matrices]))
+    torch.testing.assert_close(*updated)
+
+
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 def test_in_bf16_it_is_that_of_torch(shape: tuple[int, int]) -> None:
     """Whose products are bf16 whatever the weights are. The same steps of the same matrices, up to

@@ -48,6 +48,15 @@ NUMBERS = (1, 3, 4)  # of micro-batches: fewer than ranks, a multiple of them, a
 Found = dict[str, Any]
 
 
+@on_ranks(2)
+def test_layers_of_another_rank_take_no_memory(rank: int, _: int) -> None:
+    with torch.device("meta"):
+        layers = tower()
+    with ProcessPipe(layers, [2, 4], initialize=lambda _, p: p.fill_(1)):
+        for stage, part in enumerate((layers[:2], layers[2:])):
+            assert {p.is_meta for p in part.parameters()} == {stage != rank}
+
+
 def merged(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
     """Per case what all ranks found, by name; what several have must be the same bits."""
     result: dict[Any, Found] = {case: {} for case in per_rank[0]}

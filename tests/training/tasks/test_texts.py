@@ -277,8 +277,10 @@ FOLDERS = [  # names of files with a pair or a text of their own, and which file
          "train": ["train-00000-of-00002.jsonl"], "validation": ["dev/a.jsonl", "valid_1.jsonl"],
          "test": ["newstest2014-deen.jsonl", "test2016.jsonl", "test_2016_flickr.jsonl",
                   "tst-2.jsonl", "wmt_test.jsonl"]}),
-    ("trainset.jsonl devset.jsonl testset.jsonl newsdiscusstest2015-enfr.jsonl", {
-        "train": ["trainset.jsonl"], "validation": ["devset.jsonl"],
+    ("trainset.jsonl devset.jsonl testset.jsonl newsdiscusstest2015-enfr.jsonl "
+     "newsdiscussdev2015-enfr.jsonl", {
+        "train": ["trainset.jsonl"],
+        "validation": ["devset.jsonl", "newsdiscussdev2015-enfr.jsonl"],
         "test": ["newsdiscusstest2015-enfr.jsonl", "testset.jsonl"]}),
     ("book.txt .ipynb_checkpoints/book-checkpoint.txt .book.txt sub/.#book.txt book.txt~ val.txt",
      {"train": ["book.txt"], "validation": ["val.txt"]}),
