@@ -83,6 +83,10 @@ class Row:
     problem: Problem
     num_microbatches: int | None = None
 
+    def __post_init__(self) -> None:
+        if said := re.search(r"[-_]m(\d)\b", self.name):
+            assert int(said[1]) == self.num_microbatches, self.name
+
     @property
     def kind(self) -> str:
         """The layout's name."""
@@ -148,7 +152,7 @@ class Row:
 
 # Words of what is trained, and of how a row is checked.
 OTHERS = """
-    auto bias clipped documents dp4 dropout even experts full gloo gpt2 muon no_dropout no_target
+    auto bias clipped documents dropout even experts full gloo gpt2 muon no_dropout no_target
     none_left odd one_by_one one_each one_more resumed same_length top1 untied vgg16 z
 """
 WORDS: dict[str, dict[str, Any]] = {
@@ -165,10 +169,10 @@ def options_of(name: str) -> dict[str, Any]:
     """The options for which the words of a name stand. KeyError: a word that stands for nothing."""
     options: dict[str, Any] = {}
     for word in name.split("-")[1:]:
-        if axis := re.fullmatch(r"(cp|ep|pp|tp|shards|zero)(\d)", word):
+        if axis := re.fullmatch(r"(dp|cp|ep|pp|tp|shards|zero)(\d)", word):
             options[axis[1]] = int(axis[2])
-        elif axes := re.fullmatch(r"\dx(\d)x(\d)", word):
-            options |= {"pp": int(axes[1]), "tp": int(axes[2])}
+        elif axes := re.fullmatch(r"(\d)x(\d)x(\d)", word):
+            options |= zip(("dp", "pp", "tp"), map(int, axes.groups()), strict=True)
         elif chunks := re.fullmatch(r"v(\d)_m\d", word):
             options["chunks"] = int(chunks[1])
         elif own := re.fullmatch(r"own(\d)", word):
@@ -186,17 +190,19 @@ def having(setup: Setup, cut: tuple[int, ...] | None = None, **options: Any) -> 
 
 
 def mesh(W: int, cuts: Cuts = CUTS, **options: Any) -> Build:
-    """W ranks: dp is what the axes among the options leave. Layers are cut unevenly."""
+    """W ranks: dp is what the axes among the options leave, and no other. Layers are cut
+    unevenly."""
     pp = options.get("pp", 1)
     dp = W // (pp * options.get("tp", 1) * options.get("cp", 1))
+    assert options.setdefault("dp", dp) == dp
     # One stage: all layers, however many.
     cut = cuts[pp * options.get("chunks", 1)] if pp > 1 else None
     layout = Sharded if options.get("zero") in (2, 3) else Staged
 
     def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         more = [LAYER_AXES] if setup.args.optimizer == "muon" else []
-        places = make_mesh(ranks_of({"dp": dp, **options}), 60.0, more)
-        return layout(task, world, having(setup, cut, dp=dp, **options), places)
+        places = make_mesh(ranks_of(options), 60.0, more)
+        return layout(task, world, having(setup, cut, **options), places)
 
     return build
 
