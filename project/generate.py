@@ -24,6 +24,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from project.command_line import Parser
 from training.launch.errors import UserError, say
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import count, number_type, whole
 
 TEMPERATURE = number_type(
@@ -66,6 +67,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
+    set_handlers(ENDING_SIGNALS, end_process)
     given = parse_generate()
     if not (given.text or given.export) and sys.stdin.isatty():
         say("Lines to translate or continue, each ended by Enter; Ctrl-D ends the last one.\n")

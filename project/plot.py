@@ -30,6 +30,7 @@ from pipeline.schedules.catalogue import SCHEDULES
 from pipeline.schedules.written import label_of
 from project.command_line import Parser
 from runtime.axes import AXES
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
 from training.options import count
 
 WORKDIR = Path("workdir")
@@ -72,8 +73,9 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
-    parse_plot()  # before torch and matplotlib are imported, which takes seconds
+if __name__ == "__main__":  # before torch and matplotlib are imported, which takes seconds
+    set_handlers(ENDING_SIGNALS, end_process)
+    parse_plot()
 
 from project.figures.bars import Bar, draw_bars
 from project.figures.compared import compare_step

@@ -36,6 +36,10 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import project  # noqa: F401  (first: it says what to type if the environment is not active)
+from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    set_handlers(ENDING_SIGNALS, end_process)
 
 # isort: split
 import torch

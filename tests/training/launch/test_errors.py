@@ -56,6 +56,27 @@ def test_a_signal_ends_a_program_that_still_imports(number: int) -> None:
     assert (done.returncode, done.stdout) == (0, "went on\n")  # as under nohup
 
 
+@pytest.mark.parametrize("line", ["generate.py . Satz", "plot.py schedule", "report.py workdir"])
+def test_ctrl_c_ends_other_programs_that_import_torch(line: str) -> None:
+    program = f"""
+import os, runpy, signal, sys, time
+from importlib.util import spec_from_loader
+class Torch:
+    def find_spec(self, name, *_):
+        return spec_from_loader(name, self) if name == "torch" else None
+    def create_module(self, spec):
+        pass
+    def exec_module(self, module):
+        os.kill(os.getpid(), signal.SIGINT); time.sleep(5)
+sys.meta_path.insert(0, Torch())
+sys.argv = {f"project/{line}".split()}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's")
 def test_a_rank_of_torchrun_dies_with_it_while_it_still_imports() -> None:
     """Even while it is stopped, when it could do nothing by itself."""
