@@ -283,7 +283,8 @@ class Muon(torch.optim.Optimizer):
                 _at(x.tensor, place).add_(updates[piece], alpha=-group["lr"] * size)
 
     def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
-        """The mean of its gradients, as it will be after one more such gradient (Nesterov)."""
+        """The mean of its gradients, as it will be after one more such gradient (Nesterov), in the
+        type of the products."""
         if not self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
@@ -304,7 +305,7 @@ class Muon(torch.optim.Optimizer):
             for batch in stack.tensor_split(max(batches, 1)):
                 batch.copy_(orthogonalized(batch))
             for wide, (matrix, pieces) in zip(stack, matrices.items(), strict=True):
-                whole = matrix.of(wide).contiguous()  # one added transposed takes 5 times as long
+                whole = matrix.of(wide).contiguous()  # adding it transposed takes 5 times as long
                 results |= {piece: whole[piece.place] for piece in pieces}
         return results
 

@@ -47,8 +47,8 @@ BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 UTF_8 = "; text in UTF-8 works"
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
 # Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words), of the shared tasks
-# of translation, and other usual ones. It looks at folders first; here the name that is nearer to
-# the file decides.
+# of translation, and other usual ones. `datasets` looks at folders first; here the name that is
+# nearer to the file decides.
 SPLIT_WORDS = {
     "train": {"train", "training", "trainset"},
     "validation": {"validation", "valid", "val", "dev", "devset", "newsdev", "newsdiscussdev"},
