@@ -51,7 +51,8 @@ def global_batches(n: int, batch_size: int, seed: int, start: int = 0) -> Iterat
     """The examples of each global batch of an epoch, from the batch with the number `start` on: the
     one order of all that is dealt."""
     order = shuffled_indices(n, seed)
-    return (order[first : first + batch_size] for first in range(start * batch_size, n, batch_size))
+    for first in range(start * batch_size, n, batch_size):
+        yield order[first : first + batch_size]
 
 
 def even_slices(n: int, parts: int) -> list[slice]:

@@ -184,7 +184,6 @@ class SequenceTask(TrainingTask, ABC):
         examples, size = self.examples["train"], self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
         dealt = global_batches(len(examples), size, seed, start)
-        counts = (int(examples.sizes(batch)[1].sum()) for batch in dealt)  # target tokens of each
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
             dp_rank, dp_size, examples, size,
@@ -192,11 +191,11 @@ class SequenceTask(TrainingTask, ABC):
             key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
         )  # sorted if lengths differ  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
-        for count, (mine, micro_batches) in zip_longest(counts, loader, fillvalue=nothing):
+        for batch, (mine, micro_batches) in zip_longest(dealt, loader, fillvalue=nothing):
             yield Step(
                 inputs=[x for x, _ in micro_batches],
                 targets=[labels for _, labels in micro_batches],
-                count=count,
+                count=int(examples.sizes(batch)[1].sum()),  # of all ranks
                 positions=sum(x.hidden.numel() for x, _ in micro_batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
