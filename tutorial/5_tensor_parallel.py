@@ -15,7 +15,7 @@ All ranks compute what lies outside the cut matrices (norms, embedding, head), w
 
 Left out: a number of heads that W does not divide; embedding and head cut by words; sequence
 parallelism. Full versions: tensor_parallel/collectives.py (the fork and the sum),
-tensor_parallel/layers.py (the matrices), tensor_parallel/loss.py (the loss from cut logits).
+tensor_parallel/layers.py (the matrices), tensor_parallel/loss.py (never holds all the logits).
 """
 
 import importlib
