@@ -1,4 +1,4 @@
-"""What both pipes have in a step beside its actions: new stages, the loss, the way into `.grad`.
+"""What a step of both pipes has besides actions: new stages, the loss, the way into `.grad`.
 
 `Pipe` has all stages, each on its worker; `ProcessPipe` those of one rank. They differ in their
 channels, and in where random numbers come from.
@@ -64,12 +64,12 @@ def new_stages(
 
 
 def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:
-    """Whose results depend on the number of micro-batches."""
+    """Warns of batch norm, whose results depend on the number of micro-batches."""
     for m in (m for part in parts for m in part.modules()):
         if isinstance(m, _BatchNorm) and m.training:
             warnings.warn(
                 f"{type(m).__name__} in training takes the statistics of a micro-batch, and not of "
-                "the batch: take nn.GroupNorm, or one micro-batch, for what one process computes",
+                "the batch: take nn.GroupNorm, or one micro-batch, to match one process",
                 stacklevel=4,
             )
             return

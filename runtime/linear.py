@@ -370,7 +370,7 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """With an `exchange` this rank's dx is one term of a sum that travels during the product dw:
+        """With an `exchange` this rank's dx is a term of a sum that travels during the product dw:
 
         compute     dx = dy w' | dw = x' dy | dx goes on to the layer before
         exchange               start   sum(dx)   finish
