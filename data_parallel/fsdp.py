@@ -231,7 +231,7 @@ class FullyShardedDataParallel:
         """
         if not self._graphs:
             raise RuntimeError("call forward() with gradients enabled before every backward()")
-        if self._summed or self._over_replicas:  # it would add to the gradients of all replicas
+        if self._summed or self._over_replicas:  # this would add to all replicas' gradients
             raise RuntimeError(
                 "the gradients are already summed over all replicas: call optimizer_step() or "
                 "zero_grad() before the next backward()"

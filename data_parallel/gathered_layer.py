@@ -132,7 +132,7 @@ class GatheredLayer:
                 if p.requires_grad != u.unit.trainable:
                     raise ValueError(
                         f"{name} was {'frozen' if u.unit.trainable else 'unfrozen'} after it was "
-                        "sharded, and what is trained lies apart: shard the layers anew"
+                        "sharded, and frozen parameters lie apart: shard the layers anew"
                     )
         graph = LayerGraph(self.device)
         checkpoint = self.checkpoint and torch.is_grad_enabled()

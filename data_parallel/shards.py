@@ -266,7 +266,7 @@ class ShardedUnit:
             give_gradients(self.trained, self._gradient_slices)
 
     def drop_gradient(self) -> None:
-        """Of the shard and its slices."""
+        """Drops the grad of the shard and of its slices."""
         self.shard.grad = None
         give_gradients(self.trained, [None] * len(self.trained))
 
@@ -306,7 +306,7 @@ class ShardedUnit:
     def free(self) -> None:
         """Gives lent memory back; zero 2 keeps its own."""
         if self.whole is not None and self.kept is None:
-            self.finish_gather()  # it writes there
+            self.finish_gather()  # the gather writes there
             self.pool.give(self.whole)
             self.whole, self.addresses = None, range(0)
 

@@ -139,7 +139,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks. No rank may change its shards before it has
-        finished another exchange."""
+        finished a further exchange."""
         device = self._parts[0].shard.device
         with acting(self.recorder, "all_gather", device=device):
             self.communicator.barrier(device)  # all have written theirs

@@ -5,7 +5,7 @@ positions may choose experts anywhere, each of them as often as chance has it.
 
 Idea. Rows are sorted by expert, and so by rank. The ranks tell each other how many rows there are
 for each expert, E numbers per rank; then an all-to-all moves the rows. They arrive by sender, those
-of one sender by expert, and are computed as they lie (on a GPU in another order: grouped.py). A
+of one sender by expert, and are computed as they lie (on a GPU in a different order: grouped.py). A
 second all-to-all, the first one's mirror image, brings the results to the places where the rows
 were:
 

@@ -115,7 +115,7 @@ class Experts(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """As many products x w + b as there are experts. `like`: one weight, [K, M]."""
+    """A product x w + b for each expert. `like`: the weight of one, [K, M]."""
 
     def __init__(self, like: Tensor, num_experts: int) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ class Dataflow:
             with self._noted(action, RECOMPUTE):
                 stage.compute_again(i)
         gradients = self.down[s + 1].get(i)  # waits
-        with self._noted(action), Autocast(off=True).entered():  # which is for forwards only
+        with self._noted(action), Autocast(off=True).entered():  # it is for forwards only
             if kind is BACKWARD:
                 result = stage.backward(i, gradients, self.retain_graph)
             else:

@@ -195,7 +195,8 @@ class Pipe(nn.Module):
             batches[i] = up[j + 1].get(i)  # here already: _run_flow has waited
 
     def _channels(self, direction: int) -> dict[int, Channel]:
-        """For all boundaries, by the stage above: activations go up (1), gradients down (-1)."""
+        """A channel for each boundary, by the stage above: activations go up (1), gradients down
+        (-1)."""
         memories = [memory_of(device) for device in self.devices]
         inner = [channel_between(*ends[::direction]) for ends in pairwise(memories)]
         return dict(enumerate([LocalChannel(), *inner, LocalChannel()]))

@@ -86,7 +86,7 @@ class Losses(LocalChannel):
         self, stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
     ) -> None:
         super().__init__()
-        # The targets are the caller's, perhaps on another device than the outputs. All are moved
+        # The targets are the caller's, perhaps not on the device of the outputs. All are moved
         # before anything is launched that a copy could wait for.
         to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, stage.memory))
         self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]

@@ -76,7 +76,7 @@ class OfProcess:
         self._device, self._seed = device, seed
 
     def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
-        """For a layer's forward."""
+        """The context of a layer's forward."""
         del checked  # whatever draws finds the generators seeded
         seed = mixed(self._seed, layer, microbatch)
         torch.default_generator.manual_seed(seed)
@@ -106,7 +106,8 @@ class OfThread(TorchFunctionMode):
         self.generator: torch.Generator | None = None  # None: in a backward
 
     def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
-        """For a layer's forward. If it has drawn nothing yet, it is watched only if `checked`."""
+        """The context of a layer's forward. A layer that has drawn nothing yet is watched only if
+        `checked`."""
         seed = mixed(self._seed, layer, microbatch)
         self.generator = self._generator.manual_seed(seed)
         seed_gpu(self._device, seed)

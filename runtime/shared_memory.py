@@ -146,7 +146,7 @@ class SharedMemory:
         said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
         for rank, outbox in self.outboxes.items():
             self._poll(rank, outbox, select.POLLOUT)
-            with suppress(BrokenPipeError):  # it has ended: waiting says so
+            with suppress(BrokenPipeError):  # that rank has ended: `_wait` says so
                 os.write(outbox, said)
         done, self._done = self._done, []
         self._announced.append((self._turn, said, done, read))

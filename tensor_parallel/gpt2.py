@@ -83,7 +83,7 @@ class TensorShard:
         """The rank's part of the whole parameter, padded with zeros to the size of rank 0's."""
         ranges = torch.cat([whole.narrow(self.dim, *at) for at in self.ranges], self.dim)
         sizes = list(whole.shape)
-        length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of a range, of rank 0
+        length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of one range on rank 0
         sizes[self.dim] = self.blocks * length - ranges.size(self.dim)
         return torch.cat([ranges, whole.new_zeros(sizes)], self.dim)
 

@@ -135,7 +135,7 @@ def _export(module: nn.Module, example: Any) -> Any:
     )
     with (
         symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-        # which every `apply` calls, also one that was taken from its class before
+        # every `apply` calls this, even one that was taken from its class before
         patch.object(torch.autograd.function, "_is_setup_context_defined", _lost),
         patch.object(Tensor, "register_hook", _lost),
     ):
