@@ -16,7 +16,8 @@ blocks are joined exactly: with s the logarithm of that sum,
 
 Only the first block needs a mask, nothing is computed that a mask would hide, and in every turn all
 ranks have equal work. Backward computes the blocks again, from the joined sums. Keys and values go
-round once more; their gradients follow behind them, every rank adds its part, and they end at home.
+round once more. Their gradients follow them, every rank adds its part, and they end on their own
+rank.
 
 Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) in forward and 2 G (c-1) in
 backward. Besides its own keys and values it holds 2 G in forward: those that leave and those that
@@ -146,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         ranks, dropped, kv = ctx.ranks, ctx.dropped, torch.stack([k, v])
         states = iter(ctx.states)
         d_q = torch.zeros_like(q, dtype=wide(q))
-        d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
+        d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay here
         for turn in range(ranks.size):
             leaving = kv[:0] if turn == ranks.size - 1 else kv
             finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the turn before
@@ -170,7 +171,7 @@ class _RingAttention(torch.autograd.Function):
             else:
                 d_kv = d_arrived.add_(d_here) if len(d_arrived) else d_here.to(q.dtype)
         if ranks.size > 1:
-            d_own += _to_next(d_kv, ranks)()  # home
+            d_own += _to_next(d_kv, ranks)()  # to their own rank
         return d_q.to(q.dtype), *d_own.to(q.dtype), None, None, None, None
 
 

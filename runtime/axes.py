@@ -6,7 +6,7 @@ done for each axis goes through `AXES`: the mesh and its groups, the values of -
 layout stands in that layout; the planner, which imports no runtime, prices axes by a table of its
 own.)
 
-    axis   its ranks have                      and meet
+    axis   its ranks have                      and exchange data
     dp     different examples                  after backward: gradients are added up
     shards different examples and shards       in every layer (ZeRO 3), or after backward
     ep     different examples and experts      in every layer of experts, and after backward

@@ -107,8 +107,8 @@ class Communicator:
         """Refuses copies and pickling with a TypeError if there are other ranks."""
         if self.group is not None:
             raise TypeError(
-                "what meets other ranks cannot be copied or pickled, since a process group cannot: "
-                "copy the model before it is wrapped or cut over ranks, or its state_dict()"
+                "what communicates with other ranks cannot be copied or pickled, since a process "
+                "group cannot: copy the model before it is wrapped or cut, or its state_dict()"
             )
         return vars(self)
 

@@ -8,8 +8,9 @@
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
 per step, so they are furthest apart; but those that share one copy of the model, in shards, are
-neighbours, so that one host can hold the copy. Ranks that share sequences (cp) or experts (ep) meet
-in every layer, too, but their axes lie outside pp and tp, so that each has pipelines of its own.
+neighbours, so that one host can hold the copy. Ranks that share sequences (cp) or experts (ep)
+exchange in every layer, too, but their axes lie outside pp and tp, so that each has pipelines of
+its own.
 The table of axes is in axes.py.
 
 Not torch's `DeviceMesh`, for four reasons. It cannot describe a single process without a process
@@ -40,7 +41,7 @@ from .axes import (
     sizes,
 )
 
-# The axes whose ranks meet in one group: each by itself, and these combinations
+# The axes whose ranks have one group: each by itself, and these combinations
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
     BATCH_AXES,  # which have different parts of a batch
@@ -81,7 +82,7 @@ def make_mesh(
     Args:
         ranks: their number on each axis; 1 on an axis that is left out.
         timeout: seconds a rank waits for the others in a collective.
-        more: further combinations of axes whose ranks meet in one group, besides `GROUPS`.
+        more: further combinations of axes whose ranks have one group, besides `GROUPS`.
 
     Raises:
         ValueError: the axes do not make up the number of ranks, or one is unknown.
@@ -103,7 +104,7 @@ def make_mesh(
         # Every rank must help to make every group, in the same order.
         for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
             # Axes with the same ranks share a group. But axes that average gradients share none
-            # with axes that meet within a layer: gradients are averaged while backward runs.
+            # with axes that exchange in a layer: gradients are averaged while backward runs.
             key = (not {"dp", "shards"}.isdisjoint(axes) and size > 1, tuple(members))
             if key not in groups:
                 groups[key] = dist.new_group(members, timeout=timedelta(seconds=timeout))

@@ -19,7 +19,7 @@ these came.
 
 Left out: skipping the quarters of the scores that are masked; sending while computing; rows of any
 length. Here autograd keeps the keys and scores of every turn; context_parallel/ring.py keeps none.
-Its backward sends the keys round once more, and their gradients follow them until they are home.
+Its backward sends the keys round once more, and their gradients follow them to the keys' own rank.
 
 Full versions: context_parallel/ring.py (rows of any length, on any number of ranks),
 context_parallel/heads.py (the other way: positions are exchanged for heads) and
