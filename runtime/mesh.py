@@ -9,9 +9,8 @@ Tensor-parallel ranks wait for each other several times in every layer, so they 
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
 per step, so they are furthest apart; but those that share one copy of the model, in shards, are
 neighbours, so that one host can hold the copy. Ranks that share sequences (cp) or experts (ep)
-exchange in every layer, too, but their axes lie outside pp and tp, so that each has pipelines of
-its own.
-The table of axes is in axes.py.
+exchange data in every layer, too, but their axes lie outside pp and tp, so that each has pipelines
+of its own. The table of axes is in axes.py.
 
 Not torch's `DeviceMesh`, for four reasons. It cannot describe a single process without a process
 group. Its groups wait half an hour. An axis with all ranks gets the default group, in which the
