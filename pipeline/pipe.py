@@ -101,7 +101,7 @@ class Pipe(nn.Module):
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
         self._forwards = WeightsMayWait(self.partitions, FAST_PATHS)
-        self._calls = Counter[Any]()  # by which modules train: others draw otherwise
+        self._calls = Counter[Any]()  # by what trains: else different layers draw
         self._drawing = set[int]()  # layers, by number
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues

@@ -51,7 +51,7 @@ class PeerChannel(Channel):
 
     def get(self, i: int) -> Any:
         """Waits until the neighbour has sent micro-batch i; with GPUs the host waits for its head,
-        and what is launched next for its body. It may arrive before the schedule needs it."""
+        and what is launched next for its body. Some arrive before the schedule needs them."""
         at = self._ends[1]
         with self._named("waiting for", i), self._acting("receive", at, i, self._link.peer):
             return self._link.receive((self._what, i))

@@ -99,7 +99,7 @@ def _loaded(schedule: str, chunks: int | None, n: int, m: int) -> Schedule:
 
 
 def sizes_of(schedule: str, n: int | None, m: int | None) -> tuple[int, int]:
-    """The numbers of ranks and micro-batches: as they are given; or those of a schedule that is no
+    """The numbers of ranks and micro-batches: as they are given; or those of a schedule without a
     name; or 4 and 8."""
     if schedule not in SCHEDULES:
         lists = load(schedule, n or 4, m or 8)
