@@ -183,7 +183,7 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
         lambda pipe: pipe.compute([X], [(0, 0), (0, 2)]),
         r"goes through the partitions \[0, 2\]: each",
     ),
-    (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
+    (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but here: 3, 4"),
     (lambda pipe: pipe((X, BatchEncoding({"x": X}))), "the batch holds a BatchEncoding, whose"),
     (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
     (
