@@ -47,7 +47,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from runtime.communicator import Communicator
+from runtime.communicator import Communicator, Finish
 from runtime.recorder import Recorder, acting
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -67,6 +67,7 @@ class Bucket:
     """
 
     kind: str  # of the exchange, for the timeline
+    finish_sum: Finish  # set by `start_exchange`
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Bucket:
 
     def finish_exchange(self) -> None:
         """Waits for the other ranks' gradients, and adds them up."""
+        self.finish_sum()
 
     def hand_back(self) -> None:
         """Puts the result where an optimizer finds it, when all ranks have finished."""
@@ -140,10 +142,7 @@ class SummedBucket(Bucket):
         for has, flag in zip(self.is_there, self.flags, strict=True):
             if not has:
                 flag.zero_()
-        self.sum = self.communicator.start_sum(self.flat)
-
-    def finish_exchange(self) -> None:
-        self.communicator.finish_sum(self.sum, self.divisor)
+        self.finish_sum = self.communicator.start_sum(self.flat, self.divisor)
 
     def hand_back(self) -> None:
         """Sets p.grad to its view for every parameter with a gradient on any rank."""

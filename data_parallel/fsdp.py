@@ -57,7 +57,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.communicator import Communicator, Finish, StartedSum
+from runtime.communicator import Communicator, Finish
 from runtime.guards import ForeignLeaves, is_checked, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize, names_of
 from runtime.pool import private_pool
@@ -177,7 +177,7 @@ class FullyShardedDataParallel:
         # The sums that were started last; and whether nothing more is added to them in this step
         self._reducing: list[tuple[ShardedUnit, Finish, bool]] = []
         self._last_pass = False  # whether this backward is known to be the step's last
-        self._over_replicas: list[StartedSum] = []  # sums on their way, in the step's last backward
+        self._over_replicas: list[Finish] = []  # sums on their way, in the step's last backward
         self._summed = False  # over the replicas, too
 
     # A pass over the layers
@@ -305,8 +305,8 @@ class FullyShardedDataParallel:
         if self.replicas.size > 1 and self._microbatch and not self._summed:
             with self._record("all_reduce", -1):
                 started, self._over_replicas = self._over_replicas, []
-                for one in started or [u.start_sum_of_replicas() for u in self._trained]:
-                    self.replicas.finish_sum(one)
+                for finish_sum in started or [u.start_sum_of_replicas() for u in self._trained]:
+                    finish_sum()
                 self.replicas.barrier(self.device)  # all have written their parts of my gradients
                 self._summed, self._last_pass = True, False
         for u in self._trained:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.communicator import Communicator, Finish, StartedSum
+from runtime.communicator import Communicator, Finish
 from runtime.meta import Initialize, filled
 from runtime.pool import Pool
 from runtime.shared_memory import ALIGNMENT, Wait
@@ -327,7 +327,7 @@ class ShardedUnit:
         self.shard.grad = self.gradient
         return self.communicator.start_reduce_scatter(whole, 0, self.gradient, accumulate)
 
-    def start_sum_of_replicas(self) -> StartedSum:
+    def start_sum_of_replicas(self) -> Finish:
         """Begins to add up the shard's grad over the replicas, in place."""
         assert self.gradient is not None, "a backward has made it"
         return self.replicas.start_sum(self.gradient)

@@ -76,7 +76,7 @@ class ScatteredBucket(Bucket):
         self.finish_sum = self.communicator.start_reduce_scatter(self.flat, 0, self.part)
 
     def finish_exchange(self) -> None:
-        self.finish_sum()
+        super().finish_exchange()
         if self.replicas.size > 1:
             self.sum_of_replicas = self.replicas.start_all_reduce(self.part)
 

@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,16 +60,11 @@ starts."""
 Started = tuple[Callable[..., object], Finish]
 """How to wait for a collective, and how to make its result afterwards."""
 
+Send = Callable[[], Started]
+"""Starts a collective in the process group."""
 
-class StartedSum(NamedTuple):
-    """An unfinished sum of `x`: how to wait for it, and the tensor `sent`, or all ranks' memory
-    `by_rank`."""
-
-    x: Tensor
-    wait: Callable[[], object]
-    sent: Tensor | None = None
-    by_rank: Sequence[Tensor] = ()
-
+Read = Callable[[list[Tensor]], Tensor]
+"""Makes the result of a collective from all ranks' tensors in memory, by rank."""
 
 Lengths = Sequence[Sequence[int]]
 """Numbers of rows, by sender and receiver."""
@@ -256,20 +251,10 @@ class Communicator:
         """Whether a started exchange travels while this rank computes."""
         return self._memory_of(device) is None
 
-    def start_sum(self, x: Tensor) -> StartedSum:
-        """Begins to replace a flat tensor from `keep` by its sum over the ranks. Call `finish_sum`
-        once for each, in the order of the starts."""
-        if self.size == 1:
-            return StartedSum(x, lambda: None)
-        memory = self._memory_of(x.device)
-        if memory is not None:
-            by_rank, wait = memory.share("sum", x)
-            return StartedSum(x, wait, by_rank=by_rank)
-        sent = x.to(self.comm_dtype or x.dtype)
-        return StartedSum(x, dist.all_reduce(sent, **self._options).wait, sent)
-
-    def finish_sum(self, started: StartedSum, divisor: int = 1) -> None:
-        """Waits for a sum, and divides it. All may read it after the next `barrier`.
+    def start_sum(self, x: Tensor, divisor: int = 1) -> Finish:
+        """Begins to replace a flat tensor from `keep` by its sum over the ranks, divided by
+        `divisor`. Once it is finished, all may read it after the next `barrier`. A rank alone
+        divides nothing.
 
         Through memory rank r adds up part r of W, in all ranks' memory:
 
@@ -278,14 +263,23 @@ class Communicator:
 
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
-        x, wait, sent, by_rank = started
-        wait()
-        if sent is not None:
-            if sent is not x:
-                x.copy_(sent)
-            if divisor > 1:
-                x.div_(divisor)
-        elif by_rank:
+        if self.size == 1:
+            return lambda: x
+        memory = self._memory_of(x.device)
+        if memory is None:
+            sent = x.to(self.comm_dtype or x.dtype)
+            wait = dist.all_reduce(sent, **self._options).wait
+        else:
+            by_rank, wait = memory.share("sum", x)
+
+        def finish_sum() -> Tensor:
+            wait()
+            if memory is None:
+                if sent is not x:
+                    x.copy_(sent)
+                if divisor > 1:
+                    x.div_(divisor)
+                return x
             begin, end = (len(x) * r // self.size for r in (self.rank, self.rank + 1))
             parts = (y[begin:end].split(ELEMENTS_AT_ONCE) for y in by_rank)
             for terms in zip(*parts, strict=True):  # what stays in cache
@@ -294,6 +288,9 @@ class Communicator:
                     terms[0].div_(divisor)
                 for other in terms[1:]:
                     other.copy_(terms[0])
+            return x
+
+        return finish_sum
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
         """Begins to fill `whole` with all ranks' shards, which are from `keep`. `shard` may be this
@@ -353,36 +350,24 @@ class Communicator:
             self._pools[device] = memory.pool if memory else private_pool(device)
         return self._pools[device]
 
-    def _start(
-        self,
-        kind: str,
-        x: Tensor,
-        send: Callable[[], Started],
-        read: Callable[[list[Tensor]], Tensor],
-        lengths: Lengths = (),
-    ) -> Finish:
+    def _start(self, kind: str, x: Tensor, send: Send, read: Read, lengths: Lengths = ()) -> Finish:
         """Starts a collective: `send` through the group, or else `read` makes the result from all
         ranks' tensors in memory."""
         if self.size == 1:
             return lambda: read([x])
         memory = self._memory_of(x.device)
+        start: float | None = None
         if memory is None:
-            start = time.perf_counter()
+            start = time.perf_counter()  # it travels from here on
             wait, result = send()
-
-            def receive() -> Tensor:
-                with acting(self.recorder, kind, start=start):
-                    wait()
-                    return result()
-
-            return receive
-        with acting(self.recorder, kind):  # nothing happens until the end
-            by_rank, ready = memory.share(kind, x, lengths)
+        else:
+            with acting(self.recorder, kind):  # nothing happens until the end
+                by_rank, wait = memory.share(kind, x, lengths)
 
         def finish() -> Tensor:
-            with acting(self.recorder, kind):
-                ready()
-                return read(by_rank)
+            with acting(self.recorder, kind, start=start):
+                wait()
+                return result() if memory is None else read(by_rank)
 
         return finish
 
