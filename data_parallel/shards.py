@@ -318,7 +318,14 @@ class ShardedUnit:
         if memory not in self._gradients:
             gaps = [whole[gap] for gap in self.unit.gaps if gap.start < gap.stop]
             self._gradients[memory] = self.unit.views(whole), gaps
-        _fill_whole(whole, *self._gradients[memory], gradients)
+        views, gaps = self._gradients[memory]
+        pairs = list(zip(views, gradients or [None] * len(views), strict=True))
+        zeros = [*(view for view, gradient in pairs if gradient is None), *gaps]
+        copies = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if zeros:  # all in one call: on a GPU, one kernel
+            torch._foreach_zero_(zeros)
+        if copies:
+            torch._foreach_copy_([view for view, _ in copies], [gradient for _, gradient in copies])
         if self.gradient is None:
             own = self.shard.numel(), self.unit.dtype, self.device
             self.gradient = self.replicas.keep(*own)
@@ -372,22 +379,3 @@ def first_value(
         if group is not None:
             dist.broadcast(in_bytes, group=group, group_src=0)
     return value
-
-
-def _fill_whole(
-    whole: Tensor,
-    views: Sequence[Tensor],
-    gaps: Sequence[Tensor],
-    gradients: Sequence[Tensor | None] | None,
-) -> None:
-    """Writes gradients end to end into `whole`, by its views; missing ones and gaps become zero."""
-    if gradients is None:
-        whole.zero_()
-        return
-    pairs = list(zip(views, gradients, strict=True))
-    zeros = [*(view for view, gradient in pairs if gradient is None), *gaps]
-    copies = [(view, gradient) for view, gradient in pairs if gradient is not None]
-    if zeros:  # all in one call: on a GPU, one kernel
-        torch._foreach_zero_(zeros)
-    if copies:
-        torch._foreach_copy_([view for view, _ in copies], [gradient for _, gradient in copies])

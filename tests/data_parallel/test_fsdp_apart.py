@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data_parallel import shards
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime import communicator
 from tests.data_parallel.sharded_models import HALVES, batch, loss_of, one_process, sharded, whole
@@ -49,7 +48,7 @@ def test_a_slow_rank_changes_nothing(
         "updates": (fsdp.optimizer, "step"),
         "reads": (fsdp.communicator._memory, "copy_from"),
         "sums": (communicator, "sum_into"),
-        "fills": (shards, "_fill_whole"),
+        "fills": (torch, "_foreach_copy_"),
     }[where]
     slow, outputs = _slow(getattr(place, name)), []
     with patch.object(place, name, slow) if rank == slow_rank else nullcontext():
