@@ -82,14 +82,12 @@ class Dataflow:
     Args:
         up: activations into stage s, one more than stages.
         down: gradients out of stage s, to stage s-1; also one more than stages.
-        retain_graph: keep the graphs after backward.
     """
 
     stages: Sequence[Stage] | Mapping[int, Stage]
     up: Mapping[int, Channel]
     down: Mapping[int, Channel]
     recorder: Recorder | None = None
-    retain_graph: bool = False
     _stopped: bool = field(default=False, init=False)  # set by any thread
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -129,10 +127,8 @@ class Dataflow:
                 stage.compute_again(i)
         gradients = self.down[s + 1].get(i)  # waits
         with self._noted(action), Autocast(off=True).entered():  # it is for forwards only
-            if kind is BACKWARD:
-                result = stage.backward(i, gradients, self.retain_graph)
-            else:
-                result = stage.backward_input(i, gradients)
+            backward = stage.backward if kind is BACKWARD else stage.backward_input
+            result = backward(i, gradients)
         self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
 
     def _backward_weight(self, action: Action) -> None:

@@ -155,10 +155,11 @@ class Pipe(nn.Module):
         with self._crew.alone():
             for stage in stages:
                 stage.take_gradients()  # drops what a failed backward left
+                stage.retain_graph = retain_graph
             down = self._channels(-1)  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
-            flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
+            flow = Dataflow(stages, {}, down, self.recorder)
             self._run_flow(flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
             sums = gradients_by_stage(stages, self.replicas)

@@ -94,6 +94,7 @@ class Stage:
     Attributes:
         tail: on the last stage the loss: called with a micro-batch's number and its output, after
             the layers, in the last layer's graph.
+        retain_graph: whether a backward keeps the graphs, for another.
         parameters: those that are trained.
     """
 
@@ -111,6 +112,7 @@ class Stage:
         self.memory = memory_of(self.device)
         self._draws = self.randomness or OfThread(self.device, 0)
         self.tail: Callable[[int, Any], Tensor] | None = None
+        self.retain_graph = False
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
@@ -150,23 +152,17 @@ class Stage:
         part, graph = kept.graphs[-1]
         graph.recompute(partial(self._layers, i, part, kept.later))
 
-    def backward(
-        self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
-    ) -> list[Tensor | None]:
+    def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Runs the backward of micro-batch i and frees it; returns the gradients of its input.
 
         `gradients` has one entry per leaf of the output, None for a leaf without one.
         """
-        gradients = self.backward_input(i, gradients, True, retain_graph)
-        self.backward_weight(i, retain_graph)
+        gradients = self.backward_input(i, gradients, at_once=True)
+        self.backward_weight(i)
         return gradients
 
     def backward_input(
-        self,
-        i: int,
-        gradients: Sequence[Tensor | None],
-        at_once: bool = False,
-        retain_graph: bool = False,
+        self, i: int, gradients: Sequence[Tensor | None], at_once: bool = False
     ) -> list[Tensor | None]:
         """`backward` without the weight gradients of products, which `backward_weight` computes.
 
@@ -182,16 +178,16 @@ class Stage:
             # of torch takes a third as long as the backward.
             watched = self._draws.in_backward() if self.checked else nullcontext()
             with kept.later, watched:
-                gradients, new = graph.differentiate(part.parameters, gradients, retain_graph)
+                gradients, new = graph.differentiate(part.parameters, gradients, self.retain_graph)
             kept.later.add(new)
             if at_once:
                 self._second_half(part, kept.later)
-            if not retain_graph:
+            if not self.retain_graph:
                 graph.release()  # x and y; products keep what the second half needs
         self._kept[i] = kept
         return list(gradients)
 
-    def backward_weight(self, i: int, retain_graph: bool = False) -> None:
+    def backward_weight(self, i: int) -> None:
         """Computes what `backward_input` has left; frees the micro-batch."""
         kept = self._with_graph(i)
         if not kept.later.at_once:
@@ -199,7 +195,7 @@ class Stage:
                 self._second_half(part, kept.later)
         kept.later.end()
         self._ended += 1
-        if not retain_graph:
+        if not self.retain_graph:
             del self._kept[i]
 
     def take_gradients(self) -> Gradients:
