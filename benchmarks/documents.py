@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.plain_gpt2 import build_model
-from context_parallel.ring import Ring
+from context_parallel.ring import ring_attention
 from runtime.communicator import Communicator
 from training.launch.launch import launch
 from training.launch.world import World
@@ -78,7 +78,7 @@ def _rows(what: str, seconds: dict[str, list[float]], tokens: int) -> list[Row]:
 
 def _on_ring(world: World, out: Path) -> None:
     (B, H, T, E), medians = ON_RING
-    ring = Ring(Communicator(dist.group.WORLD))
+    ring = partial(ring_attention, Communicator(dist.group.WORLD))
     own = torch.randn(3, B, H, T // world.world_size, E, requires_grad=True)
 
     def step(starts: Tensor | None) -> None:

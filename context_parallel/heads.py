@@ -33,28 +33,25 @@ from runtime.paired import paired
 HEADS, POSITIONS = -3, -2  # dimensions
 
 
-class Heads:
+def heads_attention(
+    ranks: Communicator, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys,
+    where: int, first: int = 0, starts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of this rank's positions over those of all `ranks`. It takes the place of
-    `runtime.dropout.attention`, and has its arguments."""
+    `runtime.dropout.attention`, and has its arguments after `ranks`.
 
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,
-        first: int = 0, starts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """[B, H, T, E], like q, k and v. T, the number of this rank's positions, is even, and H is
-        a multiple of the number of ranks."""
-        refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
-        heads, size = q.size(HEADS), self.ranks.size
-        if rest := heads % size:
-            fits = heads - rest + size
-            raise ValueError(f"{heads} heads cannot be cut over {size} ranks; {fits} can")
-        there, back = partial(to_heads, ranks=self.ranks), partial(to_positions, ranks=self.ranks)
-        q, k, v = paired(torch.stack([q, k, v]), there, back)  # each [B, H/c, c T, E]
-        first += self.ranks.rank * q.size(HEADS)
-        return paired(attention(q, k, v, mask, p, keys, where, first, starts), back, there)
+    [B, H, T, E], like q, k and v. T, the number of this rank's positions, is even, and H is a
+    multiple of the number of ranks.
+    """
+    refuse_attention(q, k, v, mask, p, starts, ranks.size)
+    heads, size = q.size(HEADS), ranks.size
+    if rest := heads % size:
+        fits = heads - rest + size
+        raise ValueError(f"{heads} heads cannot be cut over {size} ranks; {fits} can")
+    there, back = partial(to_heads, ranks=ranks), partial(to_positions, ranks=ranks)
+    q, k, v = paired(torch.stack([q, k, v]), there, back)  # each [B, H/c, c T, E]
+    first += ranks.rank * q.size(HEADS)
+    return paired(attention(q, k, v, mask, p, keys, where, first, starts), back, there)
 
 
 def to_heads(x: Tensor, ranks: Communicator) -> Tensor:

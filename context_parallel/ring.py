@@ -68,40 +68,36 @@ BlocksOf = Callable[[int], Iterable[Rectangle]]
 """The blocks over the keys of a rank."""
 
 
-class Ring:
+def ring_attention(
+    ranks: Communicator, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, mask_keys: Keys,
+    where: int, first: int = 0, starts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of this rank's positions over those of all `ranks`. It takes the place of
-    `runtime.dropout.attention`, and has its arguments."""
+    `runtime.dropout.attention`, and has its arguments after `ranks`.
 
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
+    [B, H, T, E], like q, k and v. T, the number of this rank's positions, is even. `mask_keys`: the
+    `keys` of dropout. `starts`: of all positions of the sequences.
+    """
+    refuse_attention(q, k, v, mask, p, starts, ranks.size)
+    length = ranks.size * q.size(2)
+    positions = [zigzag(r, ranks.size, length, q.device) for r in range(ranks.size)]
+    blocks_of: BlocksOf = partial(_causal_blocks, ranks.rank, q.size(2))
+    if starts is not None:
+        of_queries = starts_at(starts, positions[ranks.rank])
+        blocks_of = partial(_blocks_of_documents, positions, ranks.rank, of_queries, q.dtype)
+    if p == 0:
+        return _RingAttention.apply(q, k, v, ranks, blocks_of, None, 0.0)
+    hashed = isinstance(mask_keys, Tensor)
+    of_examples = _hashable(mask_keys, q)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, mask_keys: Keys, where: int,
-        first: int = 0, starts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """[B, H, T, E], like q, k and v. T, the number of this rank's positions, is even.
-        `mask_keys`: the `keys` of dropout. `starts`: of all positions of the sequences."""
-        ranks = self.ranks
-        refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
-        length = ranks.size * q.size(2)
-        positions = [zigzag(r, ranks.size, length, q.device) for r in range(ranks.size)]
-        blocks_of: BlocksOf = partial(_causal_blocks, ranks.rank, q.size(2))
-        if starts is not None:
-            of_queries = starts_at(starts, positions[ranks.rank])
-            blocks_of = partial(_blocks_of_documents, positions, ranks.rank, of_queries, q.dtype)
-        if p == 0:
-            return _RingAttention.apply(q, k, v, ranks, blocks_of, None, 0.0)
-        hashed = isinstance(mask_keys, Tensor)
-        of_examples = _hashable(mask_keys, q)
+    def dropped(weights: Tensor, owner: int, rows: slice, columns: slice) -> Tensor:
+        of_queries, of_keys = positions[ranks.rank][rows], positions[owner][columns]
+        return dropout(weights, p, of_examples, where, first, of_queries, of_keys)
 
-        def dropped(weights: Tensor, owner: int, rows: slice, columns: slice) -> Tensor:
-            of_queries, of_keys = positions[ranks.rank][rows], positions[owner][columns]
-            return dropout(weights, p, of_examples, where, first, of_queries, of_keys)
+    def attend() -> Tensor:
+        return _RingAttention.apply(q, k, v, ranks, blocks_of, dropped, 0.0 if hashed else p)
 
-        def attend() -> Tensor:
-            return _RingAttention.apply(q, k, v, ranks, blocks_of, dropped, 0.0 if hashed else p)
-
-        return drawn(attend, q.device, mask_keys, where, first)
+    return drawn(attend, q.device, mask_keys, where, first)
 
 
 def _hashable(mask_keys: Keys, q: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from context_parallel import blocks, ring
-from context_parallel.heads import Heads
+from context_parallel.heads import heads_attention
 from context_parallel.positions import zigzag
-from context_parallel.ring import Ring
+from context_parallel.ring import ring_attention
 from runtime.communicator import Communicator
 from runtime.documents import SHORT
 from runtime.dropout import attention
@@ -24,7 +25,7 @@ from tests.remote import on_ranks
 
 B, H, T, E = 2, 12, 24, 8  # T: of all ranks
 KEYS = torch.tensor([3**30, -(5**20)])
-WAYS: dict[str, Any] = {"ring": Ring, "heads": Heads}
+WAYS: dict[str, Any] = {"ring": ring_attention, "heads": heads_attention}
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -68,7 +69,7 @@ def differences(
     whole = results(attention, inputs(torch.float64), p, apart)
     own = zigzag(rank, world_size, T)
     with nan_in_new_memory(), patch.object(ring, "QUERIES", 2 if apart else 256):
-        found = results(WAYS[way](ranks), [t[:, :, own] for t in inputs(dtype)], p, apart)
+        found = results(partial(WAYS[way], ranks), [t[:, :, own] for t in inputs(dtype)], p, apart)
     off = [float((f - w[:, :, own]).abs().max()) for f, w in zip(found, whole, strict=True)]
     return off, seen
 
@@ -154,7 +155,7 @@ def test_in_half_precision(world_of: Callable[[int], Ranks], c: int, way: str, p
 def test_blocks_are_joined_in_float32(rank: int, size: int) -> None:
     q, k, v, _ = (t[:, :, zigzag(rank, size, T)] for t in inputs(torch.bfloat16))
     with patch.object(ring, "_join", wraps=ring._join) as join:
-        Ring(Communicator(dist.group.WORLD))(q, k, v, None, 0.0, KEYS, 7)
+        ring_attention(Communicator(dist.group.WORLD), q, k, v, None, 0.0, KEYS, 7)
     assert {t.dtype for call in join.mock_calls for t in call.args[:2]} == {torch.float32}
 
 
@@ -170,7 +171,8 @@ def test_gradients_of_queries_are_summed_in_float32(_rank: int, _size: int) -> N
         return [torch.full_like(x, value) for x in (q, k, v)]
 
     with patch.object(blocks, "backward", constant):
-        out = Ring(Communicator(dist.group.WORLD))(q, q.detach(), q.detach(), None, 0.0, KEYS, 7)
+        world, other = Communicator(dist.group.WORLD), q.detach()
+        out = ring_attention(world, q, other, other, None, 0.0, KEYS, 7)
         out.backward(out.detach())
     assert q.grad is not None and q.grad[:, :, 2:].eq(258).all()
 
@@ -202,7 +204,7 @@ def test_every_way_to_compute_a_block_is_the_same(
 
 def drawn(rank: int, _: int, keys: int | None) -> tuple[bool, bool, float]:
     """Whether two calls drop the same, after the same seed and without; and the share they drop."""
-    attend = Ring(Communicator(dist.group.WORLD))
+    attend = partial(ring_attention, Communicator(dist.group.WORLD))
     like, v = torch.zeros(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
 
     def kept() -> Tensor:
@@ -226,9 +228,9 @@ def shape_of(*sizes: int) -> Tensor:
     return torch.zeros(*sizes, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("way", [Ring(Communicator()), Heads(Communicator())])
-def test_what_is_not_computed_is_refused(way: Any) -> None:
-    x = shape_of(1, 2, 4, 8)
+@pytest.mark.parametrize("kind", WAYS)
+def test_what_is_not_computed_is_refused(kind: str) -> None:
+    way, x = partial(WAYS[kind], Communicator()), shape_of(1, 2, 4, 8)
     for given, words in (
         ((x, x, x, shape_of(4, 4)), "is causal, and takes no mask: give None"),
         ((x, x, shape_of(1, 2, 6, 8), None), "8] of float64, .* must have one shape and type"),
@@ -251,11 +253,11 @@ def test_numbers_that_cannot_be_cut_are_refused_with_one_that_can(_rank: int, _s
     ranks = Communicator(dist.group.WORLD)
     x = shape_of(1, 3, 5, 8)
     with pytest.raises(ValueError, match=r"5 positions on a rank.* 6 work"):
-        Ring(ranks)(x, x, x, None, 0.0, None, 7)
+        ring_attention(ranks, x, x, x, None, 0.0, None, 7)
     with pytest.raises(ValueError, match=r"5 positions on a rank.* 6 work"):
-        Heads(ranks)(x[:, :2], x[:, :2], x[:, :2], None, 0.0, None, 7)
+        heads_attention(ranks, x[:, :2], x[:, :2], x[:, :2], None, 0.0, None, 7)
     with pytest.raises(ValueError, match="3 heads cannot be cut over 2 ranks; 4 can"):
-        Heads(ranks)(x[:, :, :4], x[:, :, :4], x[:, :, :4], None, 0.0, None, 7)
+        heads_attention(ranks, x[:, :, :4], x[:, :, :4], x[:, :, :4], None, 0.0, None, 7)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -264,7 +266,7 @@ def test_one_rank_is_a_group_too_whatever_the_strides(way: str, p: float) -> Non
     """Kernels take it for granted that the channels of a head lie side by side."""
     q, k, v, d = inputs(torch.float64)
     apart = [t.mT.contiguous().mT for t in (q, k, v)]
-    found = results(WAYS[way](Communicator()), [*apart, d], p)
+    found = results(partial(WAYS[way], Communicator()), [*apart, d], p)
     for one, other in zip(found, results(attention, [q, k, v, d], p), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
@@ -273,7 +275,8 @@ def test_one_rank_is_a_group_too_whatever_the_strides(way: str, p: float) -> Non
 def test_ranks_without_examples_take_part(_rank: int, _size: int) -> None:
     """Also within documents, in rows that a CPU cuts into stretches, and in short ones."""
     ranks = Communicator(dist.group.WORLD)
-    for attend in (attention, *(way(ranks) for way in WAYS.values())):
+    ways: list[Callable[..., Tensor]] = [partial(way, ranks) for way in WAYS.values()]
+    for attend in (attention, *ways):
         for length in (8, SHORT + 2):
             x = shape_of(0, 2, length, 8).requires_grad_()
             for starts in (None, torch.zeros(0, length, dtype=torch.long)):
@@ -286,7 +289,7 @@ def test_ranks_without_examples_take_part(_rank: int, _size: int) -> None:
 def test_second_derivatives_are_refused(_rank: int, _size: int, p: float) -> None:
     """With hashed masks, which are products, autograd would differentiate some of what it sees."""
     q = torch.randn(2, 2, 4, 8, requires_grad=True)
-    out = Ring(Communicator(dist.group.WORLD))(q, q, q, None, p, KEYS, 7)
+    out = ring_attention(Communicator(dist.group.WORLD), q, q, q, None, p, KEYS, 7)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

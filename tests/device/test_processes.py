@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from context_parallel.ring import Ring
+from context_parallel.ring import ring_attention
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.processes.process import ProcessPipe
 from runtime.communicator import Communicator
@@ -109,7 +110,7 @@ def dropped(rank: int, _: int) -> tuple[list[bool], int]:
     torch.cuda.set_device(rank)
     q, k, v, d = torch.randn(4, 2, 2, 16, 8, dtype=torch.bfloat16).cuda()
     v.requires_grad_()
-    ring = Ring(Communicator(dist.group.WORLD))
+    ring = partial(ring_attention, Communicator(dist.group.WORLD))
     with watch() as seen:
         out = ring(q, k, v, None, 0.3, 5, 7)
         out.backward(d)

@@ -8,19 +8,22 @@ another rank has, and the loss of a rank is the sum over its own targets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from context_parallel.heads import Heads
+from context_parallel.heads import heads_attention
 from context_parallel.positions import multiple, zigzag
-from context_parallel.ring import Ring
+from context_parallel.ring import ring_attention
 from runtime.communicator import Communicator
 from runtime.dropout import mixed
 from training.tasks.experts import RoutedFeedForward
 from training.tasks.gpt2 import Attention, Sequences, numbers_of_targets
 
-ATTENTION: dict[str, type[Ring] | type[Heads]] = {"ring": Ring, "heads": Heads}
+ATTENTION: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "heads": heads_attention}
 NO_LABEL = -1
 
 
@@ -28,7 +31,7 @@ def attend_across(layers: list[nn.Module], ranks: Communicator, kind: str) -> No
     """Tells layers that need all positions of a sequence how they meet."""
     for layer in layers:
         if isinstance(layer, Attention):
-            layer.across_ranks = ATTENTION[kind](ranks)
+            layer.across_ranks = partial(ATTENTION[kind], ranks)
         if isinstance(layer, RoutedFeedForward):  # the balance of a sequence
             layer.contexts = ranks
 
