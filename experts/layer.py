@@ -65,15 +65,9 @@ class Experts(nn.Module):
         refuse_top_k(top_k, num_experts)
         self.num_experts, self.top_k, self.ranks = num_experts, top_k, Communicator()
         like = mlp.c_fc.weight
-        self.router = nn.Linear(
-            len(like), num_experts, bias=by_bias, device=like.device, dtype=like.dtype
-        )
-        self.experts = nn.ModuleDict(
-            {
-                name: StackedLinear(getattr(mlp, name).weight, num_experts)
-                for name in ("c_fc", "c_proj")
-            }
-        )
+        self.router = nn.Linear(len(like), num_experts, by_bias, like.device, like.dtype)
+        c_fc, c_proj = (StackedLinear(part.weight, num_experts) for part in (mlp.c_fc, mlp.c_proj))
+        self.experts = nn.ModuleDict({"c_fc": c_fc, "c_proj": c_proj})
         self.act, self.dropout, self.shared = mlp.act, mlp.dropout, shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Choice]:
