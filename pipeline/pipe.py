@@ -49,7 +49,7 @@ from . import microbatch
 from .autograd import pipelined
 from .executor import Channel, Dataflow, LocalChannel
 from .partition import _split_module, holders
-from .replicas import Replicas, gradients_by_stage, split_by_sizes
+from .replicas import Replicas, split_by_sizes, summed_gradients
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
@@ -162,8 +162,7 @@ class Pipe(nn.Module):
             flow = Dataflow(stages, {}, down, self.recorder)
             self._run_flow(flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
-            sums = gradients_by_stage(stages, self.replicas)
-        return {p: g for of_stage in sums for p, g in of_stage.items()}  # a parameter is in one
+            return summed_gradients(stages, self.replicas)
 
     def compute(
         self,
@@ -267,8 +266,7 @@ class Pipe(nn.Module):
             with torch.enable_grad():
                 flow = Dataflow(stages, up, down, self.recorder)
                 self._run_flow(flow, by_clock)
-            for of_stage in gradients_by_stage(stages, self.replicas):
-                hand_over(of_stage)
+            hand_over(summed_gradients(stages, self.replicas))
             return losses.total()
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:

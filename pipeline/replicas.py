@@ -6,7 +6,6 @@ If its stages are on different GPUs, each has a copy; `replicas` maps a copy to 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -61,17 +60,14 @@ def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)
 
 
-def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:
-    """Takes the sums from the stages: for each stage those of its own parameters; then, as the last
-    entry, those of tied parameters."""
-    own: list[Gradients] = []
+def summed_gradients(stages: Sequence[Stage], replicas: Replicas) -> Gradients:
+    """Takes the sums from the stages, and adds up those of tied parameters."""
+    sums: Gradients = {}
     for stage in stages:
-        taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())
-        own.append({p: gradient.to(p.device) for p, gradient in taken})  # from a copy's GPU
-    stages_of = Counter(p for gradients in own for p in gradients)  # per original, its stages
-    tied: Gradients = {}
-    for gradients in own:  # in the order of the stages
-        for p in [p for p in gradients if stages_of[p] > 1]:
-            gradient = gradients.pop(p).to_dense()  # an embedding's may be sparse, a head's is not
-            tied[p] = tied[p] + gradient if p in tied else gradient
-    return [*own, tied]
+        for used, gradient in stage.take_gradients().items():
+            p = replicas.get(used, used)
+            gradient = gradient.to(p.device)  # from a copy's GPU
+            if p in sums:  # an embedding's may be sparse, a head's is not
+                gradient = sums[p].to_dense() + gradient.to_dense()
+            sums[p] = gradient
+    return sums

@@ -125,7 +125,7 @@ class Losses(LocalChannel):
 
 
 def hand_over(gradients: Gradients) -> None:
-    """Adds a stage's sums to `.grad`, as a backward would."""
+    """Adds the stages' sums to `.grad`, as a backward would."""
     for p, gradient in gradients.items():
         if p.grad is None:
             if not gradient.is_sparse and gradient.stride() != p.stride():
