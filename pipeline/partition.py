@@ -31,19 +31,11 @@ class WithDevice(nn.Module):
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         super().__init__()
-        self._module = module
-        self._device = torch.device(device)
+        self.module = module
+        self.device = torch.device(device)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._module(*inputs, **kwargs)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        return self.module(*inputs, **kwargs)
 
 
 def _retrieve_device(module: nn.Module) -> torch.device | None:

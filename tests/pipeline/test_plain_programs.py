@@ -289,7 +289,7 @@ def refused(holder: nn.Module) -> Any:
 def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
     model = nested()
     with Pipe(model, split_size=4) as pipe:
-        holders = [model.get_submodule(name) for name in ("0", "0._module", "0._module.1")]
+        holders = [model.get_submodule(name) for name in ("0", "0.module", "0.module.1")]
         for holder in (model, *holders, pipe.partitions[1]):
             for register in (holder.register_forward_hook, holder.register_full_backward_hook):
                 handle: Any = register(lambda *_: None)
