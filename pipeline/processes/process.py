@@ -232,9 +232,10 @@ class ProcessPipe:
         if ready is None:
             self.sum_tied(tied)
         for p, gradient in earlier.items():
-            if gradient is not None and p.grad is not None:
+            if gradient is not None:
                 new, p.grad = p.grad, gradient
-                hand_over({p: new})
+                if new is not None:  # else no stage has trained it in this step
+                    hand_over({p: new})
         return total.double()
 
     def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
