@@ -64,7 +64,7 @@ from pipeline import microbatch
 from pipeline.executor import Channel, Dataflow, LocalChannel
 from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
-from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
+from pipeline.schedules.schedule import FORWARD, Action, BuildSchedule
 from pipeline.stage import Stage
 from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
 from runtime.graph import Gradients
@@ -225,7 +225,7 @@ class ProcessPipe:
             end: Channel = LocalChannel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)
-            self._run(stages, inputs, lists, end)
+            self._run(stages, inputs, lists[self.rank], end)
             for stage in stages:
                 deliver(stage.take_gradients())
             total = losses.total() if self._is_last else torch.zeros((), device=self.device)
@@ -247,7 +247,8 @@ class ProcessPipe:
         """
         with self._step(), torch.no_grad():
             state, end = torch.get_rng_state(), LocalChannel()
-            self._run(self._stages(beside), [x], forwards(self.ranks, 1), end)
+            actions = [Action(FORWARD, s, 0) for s in self._own]
+            self._run(self._stages(beside), [x], actions, end)
             torch.set_rng_state(state)  # as if nothing had been drawn
             return end.get(0) if self._is_last else None
 
@@ -318,9 +319,9 @@ class ProcessPipe:
         )  # fmt: skip
 
     def _run(
-        self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Channel
+        self, stages: Sequence[Stage], inputs: Sequence[Any], actions: list[Action], end: Channel
     ) -> None:
-        """This rank's list. `end`: what the last stage hands its results to."""
+        """Does this rank's actions. `end`: what the last stage hands its results to."""
         inside = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by this rank
         first, n = LocalChannel(), len(self.ranks)
         for i, value in enumerate(inputs):
@@ -336,7 +337,7 @@ class ProcessPipe:
             torch.autograd.set_multithreading_enabled(False), self._waiting,
             torch.random.fork_rng(devices=()),  # of the CPU
         ):  # fmt: skip
-            flow.run(lists[self.rank])  # on the calling thread; layers seed their draws
+            flow.run(actions)  # on the calling thread; layers seed their draws
 
 
 class _With(nn.Module):

@@ -145,14 +145,6 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
-    """Forwards only, for evaluation; `ranks[s]` has stage s. A rank's stages run in sequence."""
-    schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
-    for s, r in enumerate(ranks):
-        schedule[r] += [Action(FORWARD, s, i) for i in range(num_microbatches)]
-    return schedule
-
-
 def stage_ranks(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
     places = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
