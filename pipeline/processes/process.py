@@ -208,9 +208,7 @@ class ProcessPipe:
             earlier = {p: p.grad for p in tied.values()} if ready is None else {}
             for p in earlier:  # which are sums over stages already
                 p.grad = None
-            missing = Counter[nn.Parameter]()
-            if ready is not None:
-                missing.update(p for s in self._own for p in self._parts[s].parameters())
+            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
 
             def deliver(gradients: Gradients) -> None:
                 hand_over(gradients)
@@ -245,11 +243,10 @@ class ProcessPipe:
         `module.eval()` before and `module.train()` after. `beside` (e.g. a cache) belongs to
         this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
-        with self._step(), torch.no_grad():
-            state, end = torch.get_rng_state(), LocalChannel()
-            actions = [Action(FORWARD, s, 0) for s in self._own]
+        # Afterwards the generator is as if nothing had been drawn.
+        with self._step(), torch.no_grad(), torch.random.fork_rng(devices=()):
+            actions, end = [Action(FORWARD, s, 0) for s in self._own], LocalChannel()
             self._run(self._stages(beside), [x], actions, end)
-            torch.set_rng_state(state)  # as if nothing had been drawn
             return end.get(0) if self._is_last else None
 
     def from_last(self, value: Tensor) -> Tensor:
