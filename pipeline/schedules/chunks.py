@@ -241,19 +241,14 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
 
 
 def _next(
-    actions: list[Action],
-    num_stages: int,
-    done: set[Action],
-    alive: int,
-    most: int,
-    weights_last: bool,
+    actions: list[Action], num_stages: int, done: set[Action], alive: int, most: int, late: bool
 ) -> int | None:
-    """The index of the action to do now; None: wait."""
+    """The index of the action to do now; None: wait. `late`: W only if nothing else is ready."""
     peak, weight = alive, None  # peak: the most held if the list is followed up to k
     for k, action in enumerate(actions):
         born = HELD_MORE[action.kind]
         if all(needed in done for needed in dependencies(action, num_stages)):
-            if action.kind is BACKWARD_WEIGHT and weights_last:  # only if nothing after it is ready
+            if action.kind is BACKWARD_WEIGHT and late:  # only if nothing after it is ready
                 weight = k if weight is None else weight
             elif peak + born <= most:  # done before the others, it adds to what they hold
                 return k
