@@ -272,11 +272,9 @@ def in_backward_order(
 
 
 def group_by_size(
-    tensors: Iterable[TensorT],
-    most_bytes: int,
-    kind: Callable[[TensorT], Hashable] = lambda _: None,
+    tensors: Iterable[TensorT], most: int, kind: Callable[[TensorT], Hashable] = lambda _: None
 ) -> list[list[TensorT]]:
-    """Groups tensors, in their order, by type, device and kind, into at most `most_bytes` each,
+    """Groups tensors, in their order, by type, device and kind, into at most `most` bytes each,
     unless a single one is larger. Groups come in the order of their last tensors."""
     tensors = list(tensors)
     groups: list[list[int]] = []  # places in the list
@@ -284,7 +282,7 @@ def group_by_size(
     for i, t in enumerate(tensors):
         alike = (t.dtype, t.device, kind(t))
         filled = sum(tensors[k].nbytes for k in filling.get(alike, ()))
-        if not filled or filled + t.nbytes > most_bytes:
+        if not filled or filled + t.nbytes > most:
             filling[alike] = []
             groups.append(filling[alike])
         filling[alike].append(i)

@@ -51,14 +51,11 @@ class ScatteredBucket(Bucket):
     kind = "reduce_scatter"
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        communicator: Communicator,
-        replicas: Communicator,
+        self, named: Mapping[str, nn.Parameter], communicator: Communicator, replicas: Communicator
     ) -> None:
         self.replicas = replicas
-        unit = self.unit = Unit(0, (), [*parameters.items()], communicator.size)
-        trained = [*parameters.values()]
+        unit = self.unit = Unit(0, (), [*named.items()], communicator.size)
+        trained = [*named.values()]
         # Both stay zero in the gaps: these count in norms.
         flat, self.values = (
             communicator.keep(unit.numel, unit.dtype, trained[0].device) for _ in range(2)

@@ -165,10 +165,7 @@ class Pipe(nn.Module):
             return summed_gradients(stages, self.replicas)
 
     def compute(
-        self,
-        batches: list[Any],
-        schedule: Sequence[tuple[int, int]],
-        stages: Sequence[Stage] | None = None,
+        self, batches: list[Any], schedule: Sequence[tuple[int, int]], stages: Sequence[Stage] = ()
     ) -> None:
         """Runs each (i, j) of `schedule`, partition j on `batches[i]`, in place.
 

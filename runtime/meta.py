@@ -27,20 +27,17 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
 
 
 @torch.no_grad()
-def filled(empty: Tensor, name: str, device: torch.device, initialize: Initialize | None) -> Tensor:
-    """A tensor like `empty`, with memory and its value. Raises ValueError without `initialize`."""
-    if initialize is None:
+def filled(empty: Tensor, name: str, device: torch.device, init: Initialize | None) -> Tensor:
+    """A tensor like `empty`, with memory and its value. Raises ValueError without `init`."""
+    if init is None:
         raise ValueError(f"{name} is on the meta device: give the function that fills it by name")
     made = torch.empty_like(empty, device=device, requires_grad=False)
-    initialize(name, made)
+    init(name, made)
     return made
 
 
 def materialize(
-    module: nn.Module,
-    names: Mapping[Tensor, str],
-    device: torch.device,
-    initialize: Initialize | None,
+    module: nn.Module, names: Mapping[Tensor, str], device: torch.device, init: Initialize | None
 ) -> dict[Tensor, str]:
     """Gives the module's tensors on the meta device memory and values, and moves the others to
     `device`. Tied parameters stay one. Returns `names` with the new tensors."""
@@ -51,7 +48,7 @@ def materialize(
                 if empty is None or not empty.is_meta:
                     continue
                 if empty not in made:
-                    new = filled(empty, names[empty], device, initialize)
+                    new = filled(empty, names[empty], device, init)
                     if isinstance(empty, nn.Parameter):
                         new = nn.Parameter(new, empty.requires_grad)
                     made[empty] = new
