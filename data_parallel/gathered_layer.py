@@ -153,7 +153,7 @@ class GatheredLayer:
         self._put(parameters)
         try:
             with again, notes:
-                output = guarded(entered, layers, self._call, trained, checkpoint, checked)
+                output = guarded(entered, layers, trained, checkpoint, checked)
         finally:
             self._put(self._empty)  # after an error too
         if self._writes() != before:
@@ -163,9 +163,6 @@ class GatheredLayer:
                 "parameters_changed()"
             )
         return pytree.tree_map_only(Tensor, self._own, output)
-
-    def _call(self, _: int, value: Any) -> Any:
-        return self.module(value)
 
     def backward(
         self, graph: LayerGraph, gradients: Sequence[Tensor | None]

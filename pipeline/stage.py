@@ -226,14 +226,14 @@ class Stage:
         layers, products = part.layers, len(later.products)
         if self.tail and part is self._parts[-1]:
             layers = layers | {"loss_fn": partial(self.tail, i)}
-        calls, runs_again = list(layers.values()), self.recompute != NEVER
+        runs_again = self.recompute != NEVER
 
-        def run(k: int, value: Any) -> Any:
+        def run(k: int, layer: Any, value: Any) -> Any:
             with self._draws.of(part.first_layer + k, i, self.checked or runs_again):
-                return calls[k](value)
+                return layer(value)
 
         with later:
-            value = guarded(value, layers, run, part.parameters, runs_again, self.checked)
+            value = guarded(value, layers, part.parameters, runs_again, self.checked, run)
         del later.products[products:]  # from a layer that differentiates inside its forward
         return value
 

@@ -43,34 +43,30 @@ def is_checked(step: int) -> bool:
 def guarded(
     value: Any,
     layers: Mapping[str, Callable[[Any], Any]],
-    run: Callable[[int, Any], Any],
     parameters: Iterable[Tensor],
     runs_again: bool,
     checked: bool = True,
+    run: Callable[[int, Any, Any], Any] = lambda _, layer, value: layer(value),
 ) -> Any:
     """Runs the layers of a piece, one after the other; returns what the last hands on.
 
     Args:
         layers: by the name that an error message uses.
-        run: computes layer k of them.
         parameters: the trained parameters of all layers.
         runs_again: whether the layers will run again, for their backward.
         checked: whether this pass is looked at; False only runs them.
+        run: calls a layer, the k-th of them, with a value.
 
     Raises RuntimeError or ValueError for what the head of this file names.
     """
-    if not checked:
-        for k in range(len(layers)):
-            value = run(k, value)
-        return value
-    training, name = torch.is_grad_enabled(), ""
-    foreign = ForeignLeaves(value, parameters)
+    looked_at, name = checked and torch.is_grad_enabled(), ""
+    foreign = ForeignLeaves(value, parameters) if looked_at else None
     for k, (name, layer) in enumerate(layers.items()):
-        with buffers_unchanged(layer, name, training and runs_again):
-            value = run(k, value)
-        if training:
+        with buffers_unchanged(layer, name, looked_at and runs_again):
+            value = run(k, layer, value)
+        if foreign is not None:
             foreign.refuse(value, name)
-    if training:
+    if looked_at:
         refuse_shared_memory(value, name)
     return value
 
