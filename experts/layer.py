@@ -118,7 +118,7 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, product: Product) -> Tensor:
         """[R, K] to [R, M], each row by its expert."""
-        return multiplied(product, x, self.weight, self.bias)
+        return multiplied(product, x, self.weight, self.bias, None)
 
 
 def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int, ...]]:

@@ -6,13 +6,14 @@ makes each weight's gradient for each micro-batch before adding it to the sum: w
 micro-batches that takes a tenth of the second half.
 
 Idea. Nearly all work on weights is in products y = x w + b, and all our layers compute them by
-`linear`: whole matrices and those that are cut over ranks. While a stage runs a layer, `linear`
-uses an autograd function whose backward returns dx = dy w' at once and, instead of dw = x' dy and
-db = sum of dy, notes (x, dy). `WeightsLater.add_products` computes dw and db from the notes when
-the schedule says so; the product x' dy is added to the sum over micro-batches directly. A whole
-backward is the first half followed at once by the second, so the bits are the same. Everything else
-(norms, embeddings, convolutions, products of a user's own) is differentiated in the first half.
-Outside a stage, as in data parallelism, `linear` is torch's own function.
+`linear`, or by `multiplied`, which it calls: whole matrices, those that are cut over ranks, and
+those of experts. While a stage runs a layer, both use an autograd function whose backward returns
+dx = dy w' at once and, instead of dw = x' dy and db = sum of dy, notes (x, dy).
+`WeightsLater.add_products` computes dw and db from the notes when the schedule says so; the product
+x' dy is added to the sum over micro-batches directly. A whole backward is the first half followed
+at once by the second, so the bits are the same. Everything else (norms, embeddings, convolutions,
+products of a user's own) is differentiated in the first half. Outside a stage, as in data
+parallelism, `linear` is torch's own function.
 
 During a step `WeightsMayWait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls
 `linear`. A `Product` need not be by one matrix: that of experts is by several. All products have
@@ -234,11 +235,7 @@ _thread = _Thread()
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    transposed: bool = False,
-    exchange: AroundProduct | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
     parameters for later. (Not if x is a single vector, the numbers are complex, the weight is no
@@ -246,19 +243,18 @@ def linear(
 
     Args:
         weight: [K, N]; `transposed`: [N, K].
-        exchange: with the ranks that have the other columns. Weight and bias are parameters then.
     """
-    return multiplied(_ONE_MATRIX[transposed], x, weight, bias, exchange)
+    return multiplied(_ONE_MATRIX[transposed], x, weight, bias, None)
 
 
 def multiplied(
-    product: Product,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    exchange: AroundProduct | None = None,
+    product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, exchange: AroundProduct | None
 ) -> Tensor:
-    """`linear` by any product."""
+    """`linear` by any product.
+
+    Args:
+        exchange: with the ranks that have the other columns. Weight and bias are parameters then.
+    """
     later = _later_of(x, weight, bias)
     if later is None and exchange is None and product.torch_differentiates:
         return product.y(x, weight, bias)

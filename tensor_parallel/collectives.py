@@ -10,7 +10,7 @@ A layer writes only its forward: each collective is paired with that of its back
     scatter         reduce-scatter      all-gather          part of the sequence in between
 
 A column-parallel matrix writes its backward, too: the collective is started before the second
-product of the backward and finished after it (`linear` in runtime/linear.py). Through a process
+product of the backward and finished after it (`backward` in runtime/linear.py). Through a process
 group it travels in between; through shared memory a rank only waits less for one that is late.
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `all_reduce`);
