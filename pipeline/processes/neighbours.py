@@ -101,9 +101,7 @@ class Neighbours:
         acting: Acting,
     ) -> None:
         self.rank, self._groups, self._acting = rank, list(groups), acting
-        self._tied = {
-            name: users for name, users in sorted(tied.items()) if rank in users and len(users) > 1
-        }
+        self._tied = {n: users for n, users in tied.items() if rank in users and len(users) > 1}
         linked = [*pairwise(ranks), *(p for users in tied.values() for p in combinations(users, 2))]
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
         self.links = open_links(pairs, groups, device) if groups else {}  # by peer
@@ -131,16 +129,15 @@ class Neighbours:
 
     def sums_over_users(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Adds up what the ranks that share parameters have for them, by name, in the order of the
-        ranks: the same bits on all of them. A rank may have nothing for a name. A rank sends all
-        before it waits; when this returns, the terms may be overwritten."""
+        ranks: the same bits on all of them. A rank may have nothing for a name. A rank sends
+        copies of all before it waits, so when this returns, the terms may be overwritten.
+        `finish_step` waits for the sends."""
         if not self._to_users:
             return {}
         with self._acting("all_reduce"):
             for peer, channel in self._to_users.items():
                 channel.put(-1, {n: t for n, t in terms.items() if peer in self._tied[n]})
             received = {peer: channel.get(-1) for peer, channel in self._from_users.items()}
-            for channel in self._to_users.values():
-                channel.finish()
         by_rank = {self.rank: terms, **received}
         sums = {}
         for name, users in self._tied.items():
