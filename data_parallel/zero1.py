@@ -56,10 +56,9 @@ class ScatteredBucket(Bucket):
         self.replicas = replicas
         unit = self.unit = Unit(0, (), [*named.items()], communicator.size)
         trained = [*named.values()]
+        memory = unit.numel, unit.dtype, trained[0].device
         # Both stay zero in the gaps: these count in norms.
-        flat, self.values = (
-            communicator.keep(unit.numel, unit.dtype, trained[0].device) for _ in range(2)
-        )
+        flat, self.values = communicator.keep(*memory), communicator.keep(*memory)
         for p, view in zip(trained, unit.views(self.values), strict=True):
             p.data = view.copy_(p.detach())
         own = unit.shard_slice(communicator.rank)

@@ -182,7 +182,7 @@ class Communicator:
 
         def send() -> Started:
             whole = x.new_empty(self.size, *x.shape)  # by rank
-            work = all_gather(whole.flatten(0, 1), x.contiguous(), **self._options)
+            work = dist.all_gather_single(whole.flatten(0, 1), x.contiguous(), **self._options)
             return work.wait, lambda: torch.cat(whole.unbind(), dim)
 
         return self._start("all_gather", x, send, lambda by_rank: torch.cat(by_rank, dim))()
@@ -300,7 +300,7 @@ class Communicator:
             return lambda: None
         memory = self._memory_of(shard.device)
         if memory is None:
-            return all_gather(whole, shard, **self._options).wait  # whole: by rank
+            return dist.all_gather_single(whole, shard, **self._options).wait  # whole: by rank
         parts = whole.chunk(self.size)  # by rank
         in_place = parts[self.rank].data_ptr() == shard.data_ptr()
 
@@ -370,6 +370,3 @@ class Communicator:
                 return result() if memory is None else read(by_rank)
 
         return finish
-
-
-all_gather: Any = dist.all_gather_single  # torch 2.13 warns about its older name

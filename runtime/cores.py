@@ -85,9 +85,7 @@ def _quota_of(group: Path, controllers: str) -> float:
     """The limit of one group, by the files of cgroup 2 (without controllers), or of cgroup 1."""
     try:
         if controllers:
-            quota, period = (
-                (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            )
+            quota, period = ((group / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period"))
         else:
             quota, period = (group / "cpu.max").read_text().split()  # or "max 100000"
         return int(quota) / int(period) if int(quota) > 0 else math.inf  # -1: none

@@ -57,12 +57,10 @@ def in_stretches(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     sizes = [b - a for a, b in zip(edges, [*edges[1:], B * T], strict=True)]
     # Each stretch is 1 H n E: with three dimensions no fused kernel runs.
     lines = (x.transpose(0, 1).flatten(1, 2)[None].split(sizes, 2) for x in (q, k, v))
-    results = []
+    results: list[Tensor] = []
     for of_q, of_k, of_v, begins in zip(*lines, first.split(sizes), strict=True):
         n = torch.arange(len(begins))
         begins = begins - begins[0]
         mask = seen(begins[None], n, n) if begins[-1] else None
-        results.append(
-            F.scaled_dot_product_attention(of_q, of_k, of_v, mask, is_causal=mask is None)
-        )
+        results += [F.scaled_dot_product_attention(of_q, of_k, of_v, mask, is_causal=mask is None)]
     return torch.cat(results, 2).view(H, B, T, -1).transpose(0, 1)

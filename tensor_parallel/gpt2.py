@@ -135,8 +135,7 @@ def cut_matrices(
     if ranks.size not in works:
         raise ValueError(
             f"{config.n_head} heads and {config.vocab_size} tokens cannot be cut over {ranks.size} "
-            "ranks; these numbers work: "
-            f"{', '.join(map(str, works))}"
+            f"ranks; these numbers work: {', '.join(map(str, works))}"
         )
     if isinstance(model.lm_head, VocabularyParallelHead):
         raise ValueError("the model is cut already; cut_matrices takes one that is whole")
