@@ -1,4 +1,4 @@
-"""What is trained, in one form for every layout: GPT-2 on translations, VGG16 on images.
+"""What is trained, in one form for every layout: GPT-2 on text, VGG16 on pictures.
 
 A task is a model that no rank has to hold whole (a skeleton without memory, a function that fills
 one parameter by its name, and the layers in order), the steps that train it, and a score of its
@@ -71,8 +71,8 @@ class Step:
         the ranks, are then those of the mean loss over all targets of the global batch.
 
         Args:
-            averaging: the number of ranks, where gradients are not added up but averaged over them
-                (replicated.py); each is that much larger before.
+            averaging: the number of ranks, if gradients are averaged over them, not added up
+                (replicated.py): each is made that much larger before.
         """
         return averaging / self.divisor
 
@@ -92,7 +92,7 @@ class Translator(Protocol):
 
     @property
     def sentences(self) -> tuple[int, int]:
-        """Which of them: (r, n) are r, r + n, r + 2 n, ..."""
+        """Which sentences it continues: (r, n) are r, r + n, r + 2 n, ..."""
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The most probable next token of each sentence, B, on every rank, of the first
@@ -179,7 +179,7 @@ class TrainingTask(Protocol):
         return ""
 
     def model_content(self) -> bytes:
-        """What of the model must be the same on all ranks, beside the options."""
+        """What of the model must be the same on all ranks, in addition to the options."""
         return b""
 
     def fingerprints(self) -> dict[str, str]:
@@ -204,7 +204,7 @@ def rectangles(lengths: Sequence[float], most: int) -> list[slice]:
 
 
 def to_device(values: T, device: torch.device | str) -> T:
-    """Tensors of the CPU, nested, on the device. The host does not wait for a GPU: they are pinned,
+    """CPU tensors, nested, moved to the device. The host does not wait for a GPU: they are pinned,
     so that the GPU fetches them when it gets there."""
     device = torch.device(device)
     if device.type == "cpu":
@@ -213,8 +213,8 @@ def to_device(values: T, device: torch.device | str) -> T:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """In memory that the GPU can read, or as it is if the system has none left: then the host waits
-    for the copy."""
+    """The tensor in memory that the GPU can read, or as it is if the system has none left: then the
+    host waits for the copy."""
     try:
         return tensor.pin_memory()
     except RuntimeError:
