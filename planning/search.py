@@ -168,13 +168,13 @@ def doubts(step: PricedStep) -> str:
         )
     if step.layout.cp > 1 or step.layout.ep > 1 or step.layout.shards:
         said += (
-            "\nNo run cut sequences, shared experts or had replicas of shards: what this costs is "
-            "counted, not measured."
+            "\nNo measured run had parts of sequences, shared experts or replicas of shards: their "
+            "costs are counted, not measured."
         )
     if not where.measured_nodes:
-        return f"{said}\nNo run was on this machine: nobody knows how wrong it is here."
+        return f"{said}\nNo run was on this machine: nobody knows the error here."
     if most := beyond(step):
-        said += f"\nBut no run was on more than {most} nodes: nobody knows how wrong it is here."
+        said += f"\nBut no run was on more than {most} nodes: nobody knows the error here."
     return said
 
 
@@ -203,7 +203,7 @@ def search(
                 )
         raise ValueError(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
-            f"--batch_size {-(-batch_size // gpus) * gpus} has some"
+            f"--batch_size {-(-batch_size // gpus) * gpus} works"
         )
     best = fastest(steps, top)
     if not best:

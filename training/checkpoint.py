@@ -167,7 +167,7 @@ class Saver:
         self.folder, self.background = folder, background
         self.world = (world or World()).apart(timeout)  # it may communicate while the run does
         last = LastAction() if background else self.world.last
-        self.writer = replace(self.world, last=last)  # of the thread that writes
+        self.writer = replace(self.world, last=last)  # the writing thread's
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._writing: Future[None] | None = None  # in the background
 

@@ -118,8 +118,8 @@ class Training:
     so all its directions move equally; AdamW updates the rest. With --check_weights prefer sgd:
     AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = UNSET
-    """momentum: the part of the sum (sgd) or mean (muon) of gradients that a step keeps; default:
-    0.9 for sgd, 0.95 for muon"""
+    """the part of the sum (sgd) or mean (muon) of gradients that each step keeps; default: 0.9
+    for sgd, 0.95 for muon"""
     adamw_lr: Positive | None = None
     """under muon, the peak rate of what AdamW updates: embedding, head, router, biases, norms;
     default: --learning_rate"""
@@ -145,7 +145,7 @@ class Training:
     max_batches: Whole = 0
     """at most this many steps per epoch; 0: no limit"""
     eval_every: Count | None = None
-    """measure the validation loss every N steps, too, and not only after each epoch"""
+    """measure the validation loss every N steps, not only after each epoch"""
     benchmark_only: bool = False
     """train and measure only: no validation, no generation"""
     num_microbatches: Count | None = None
@@ -223,7 +223,8 @@ class Files:
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
     keep_best: bool = False
-    """also keep the checkpoint with the lowest validation loss; set --save_every as --eval_every"""
+    """also keep the checkpoint with the lowest validation loss; set --save_every to the value
+    of --eval_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -275,9 +276,9 @@ class Tools:
     profile: Whole = 0
     """profile every operator for N steps after the first, on each rank, for ui.perfetto.dev"""
     tensorboard: bool = False
-    """write what goes to metrics.jsonl for TensorBoard, too"""
+    """write the numbers of metrics.jsonl for TensorBoard, too"""
     wandb: bool = False
-    """send what goes to metrics.jsonl to Weights & Biases, too"""
+    """send the numbers of metrics.jsonl to Weights & Biases, too"""
 
 
 @dataclass
@@ -306,7 +307,8 @@ class Axes:
     """number of experts that see every position, in addition to the chosen ones"""
     balance_by: Literal["loss", "bias"] = "loss"
     """what keeps experts equally busy: loss: an additional loss; bias: a bias of each expert, which
-    counts only where experts are chosen, and moves after each step by how busy the expert was"""
+    counts only where experts are chosen, and moves after each step: down if the expert was chosen
+    more often than the mean, else up"""
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is smallest if all experts are used equally; 0: none"""
     balance_rate: Positive = 0.001

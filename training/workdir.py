@@ -31,8 +31,8 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
         saved = names(args.workdir / CHECKPOINTS)
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
         end_process(
-            number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves a "
-            "step that is being done, and --save_every N every N steps.)\n",
+            number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the "
+            "current step, and --save_every N every N steps.)\n",
         )  # fmt: skip
 
     folder = _opened(args.workdir)

@@ -183,8 +183,8 @@ class TensorCutTask(CutTask):
 
     @torch.no_grad()
     def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
-        """Makes the gradients of parameters that all tensor ranks hold whole equal on these ranks.
-        `replicas` have added up their gradients before.
+        """Makes gradients equal on all tensor ranks, if all hold a parameter whole. Call it after
+        `replicas` replicas have added up theirs.
 
         With sequence parallelism each rank has used the parameters on its own positions: their
         gradients are summed, in the order of the ranks. Otherwise all have the same gradients, but

@@ -129,7 +129,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
         return groups
     kinds = {file.suffix.lower() for file in files} & READERS.keys()
     if len(kinds) != 1:
-        there = f"here are {listed(sorted(kinds), 'and')}" if kinds else "here is no such file"
+        there = f"it has {listed(sorted(kinds), 'and')}" if kinds else "it has no such file"
         if packed := [file.name for file in files if file.suffix.lower() in PACKED]:
             there += f"; unpack {packed[0]}, and it works"
         raise UserError(

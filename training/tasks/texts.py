@@ -118,7 +118,7 @@ class Texts:
                 if not isinstance(text, str) or HALF_LETTER.search(text):
                     raise UserError(
                         f"--dataset {self.dataset}: row {number} of {split}: {key} is "
-                        f"{text!r:.40}, and not text in quotes, of whole letters"
+                        f"{text!r:.40}, and not a string of valid Unicode"
                     )
             yield texts
 
