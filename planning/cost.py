@@ -160,7 +160,7 @@ class PricedStep:
         tables = first + (last and not self.one_table)
         number = blocks * self.block_size + tables * model.table / layout.tp
         apart = blocks * model.experts / layout.ep * model.mlp / layout.tp * (layout.ep > 1)
-        if layout.zero > 1:  # every micro-batch reduces gradients, and with ZeRO-3 gathers
+        if layout.zero > 1:  # every micro-batch reduces gradients, and ZeRO-3 gathers
             reduced = self._by_block(blocks, number, apart)
             gathered = reduced if layout.zero == 3 else 0.0
             forward = forward._replace(gathering=self._exposed(gathered, forward.seconds))
@@ -179,7 +179,7 @@ class PricedStep:
         return shared + self.of_experts.scatter(each * apart)
 
     def _by_block(self, blocks: int, number: float, apart: float) -> float:
-        """The same block by block, in the type of the products."""
+        """As `_scattered`, block by block, in the type of the products."""
         parts = max(1, blocks)
         return parts * self._scattered(self.size / parts, number, apart)
 
@@ -232,7 +232,7 @@ class PricedStep:
         if tables or last:  # the gradient of the embedding, or of the head, twice
             twice = 2 * self.size * self.model.table / self.layout.tp
             if last and self.on_cores and self.size * self.logits >= KEPT:
-                # By then the log-softmax is back with the system, and only the logits are left.
+                # By then the system has the log-softmax's memory back; only the logits are left.
                 working = max(working, twice + (2 * self.size - waiting) * self.logits)
             else:
                 working += twice
@@ -279,7 +279,7 @@ class PricedStep:
 
     @cached_property
     def least_seconds(self) -> float:
-        """A lower bound of the step's seconds, in any order. A rank's first micro-batch passes the
+        """A lower bound of the step's seconds, for any order. A rank's first micro-batch passes the
         stages before it; then the rank does all its work, its exchange and its update."""
         m, bound, before = self.layout.num_microbatches, 0.0, 0.0
         for of_rank, update in zip(self.of_ranks, self.updates, strict=True):
@@ -293,7 +293,7 @@ class PricedStep:
         """Numbers `of` the step. A long step repeats itself. So two short ones are simulated, the
         second with n micro-batches more: their difference is what any further n add."""
         n, m = self.layout.pp, self.layout.num_microbatches
-        times = 5 + 8 // n  # a V takes long to become periodic, and so do few ranks
+        times = 5 + 8 // n  # a V, or a pipeline of few ranks, becomes periodic late
         if m < (times + 2) * n or self.layout.schedule not in SCHEDULES:
             return of(self.simulator(m))
         few, more = (of(self.simulator(k * n + m % n)) for k in (times, times + 1))

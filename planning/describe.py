@@ -54,9 +54,9 @@ class Model:
     kv_heads: int | None = None
     """heads of keys and values; default: as many as heads"""
     experts: int = 1
-    """MLPs of a block, of which a router chooses; default: 1"""
+    """MLPs of a block, among which a router chooses; default: 1"""
     top_k: int = 1
-    """experts that compute a position; default: 1"""
+    """experts that compute each position; default: 1"""
 
     @property
     def kv_share(self) -> float:
@@ -141,7 +141,7 @@ class Layout:
     chunks: int | None = None
     """stages per rank, of interleaved"""
     zero: Annotated[int, (0, 1, 2, 3)] = 0
-    """replicas divide 1: optimizer state, 2: gradients, too, 3: parameters, too; default in
+    """what replicas divide: 1 optimizer state, 2 also gradients, 3 also parameters; default in
     predict: 0"""
     recompute: Annotated[str, ("never", "selective", "always")] = "never"
     """compute activations again in backward; selective: only attention's; default in predict:
@@ -233,7 +233,7 @@ class Layout:
 
 
 def _up(number: int, of: int) -> int:
-    """The next multiple `of` a number."""
+    """The smallest multiple of `of` that is not below the number."""
     return -(-number // of) * of
 
 

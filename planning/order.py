@@ -63,7 +63,7 @@ def seconds_of(lists: Schedule, times: RankTimes) -> float:
 
 
 def held(lists: Schedule) -> float:
-    """The most micro-batches that a rank holds. If only one of the rank's two stages holds one, it
+    """The most micro-batches that a rank holds. One that only one of a rank's two stages holds
     counts as half."""
     return max(peak_alive(lists)) * len(lists) / len(stage_ranks(lists))
 

@@ -188,7 +188,7 @@ def search(
 ) -> list[PricedStep]:
     """The layout to take, then the fastest layouts with other cuts of the model. All of them fit.
     Raises ValueError if none fits, with the layout that needs the least memory."""
-    Layout(gpus).nodes(machine.gpus_per_node)  # refuses what no batch size can mend
+    Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that nodes cannot share equally
     steps = [
         PricedStep(model, layout, machine)
         for layout in layouts(model, gpus, batch_size, machine.gpus_per_node, **fixed)
@@ -239,7 +239,7 @@ def why(best: PricedStep, other: PricedStep) -> str:
 
 
 def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
-    """The layout as options of plan.py, of those that `names` has."""
+    """The layout as options of plan.py, limited to `names`."""
     shown = (*ALWAYS_SHOWN, "schedule") if layout.pp > 1 else ALWAYS_SHOWN
     given = {name: getattr(layout, name) for name in names}
     return " ".join(

@@ -183,8 +183,8 @@ class Saver:
 
         Raises:
             RunError: this checkpoint, or the one before it in the background, cannot be written. It
-                is raised on the rank that failed, or on all, if the library writes. No part of
-                the checkpoint is left. Earlier checkpoints stay intact.
+                is raised on the rank that failed, or on all if the library failed. No part of the
+                checkpoint is left. Earlier checkpoints stay intact.
         """
         self.wait()  # at most one is being written
         last = ["0", *names(self.folder)][-1]

@@ -98,9 +98,9 @@ def train(
 
 
 def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
-    """Seeds torch's generators by the number of the step in the run. So dropout that
-    draws from them (that of transformers, in --pipeline blocks) has different masks on every part
-    and shard, and a resumed run has the same masks again."""
+    """Seeds torch's generators by the number of the step in the run. So dropout that draws from
+    them (that of transformers, in --pipeline blocks) has different masks on every part and shard,
+    and a resumed run has the same masks again."""
     torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.mask_rank, number))
 
 

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 COEFFICIENTS = 3.4445, -4.775, 2.0315  # a, b, c: steep at 0; singular values become 0.7 to 1.2
 NS_ROUNDS = 5
 SMALLEST = 1e-7  # norm that a matrix is divided by
-IN_CACHE = 1 << 19  # elements of a batch of matrices on a processor
+IN_CACHE = 1 << 19  # elements of a batch of matrices on a CPU
 MATRICES = "attn.c_attn.weight", "c_proj.weight", "c_fc.weight"  # in the blocks of a GPT-2
 
 Slices = tuple[slice, ...]

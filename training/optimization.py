@@ -118,7 +118,7 @@ class GlobalOptimizer:
         self.optimizers = list(optimizers)
         self.recipe = recipe
         self.steps = 0
-        self.in_a_row = 0  # how many steps up to now were not finite
+        self.in_a_row = 0  # how many of the last steps, without a gap, were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self.counts = NO_COUNTS

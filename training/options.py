@@ -75,7 +75,7 @@ Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "from 0 to 
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
-# run_pipeline.py has one more, for a device at a time.
+# run_pipeline.py has one more, sequential: one device at a time.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
 ScheduleName = Annotated[  # a file, or a function in it, is read when the ranks are known
     str, number_type(str, lambda word: word in SCHEDULE_NAMES or "." in word,
@@ -230,8 +230,8 @@ class Files:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = UNSET
-    """record N steps after the first, for plot.py timeline; default: 20 on a
-    CPU; 0 on a GPU, where recording synchronizes after every action"""
+    """record the actions of N steps after the first, for plot.py timeline; default: 20 on a CPU; 0
+    on a GPU, where recording synchronizes after every action"""
 
 
 @dataclass

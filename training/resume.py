@@ -215,9 +215,9 @@ def _is_of_a_run(workdir: Path) -> bool:
 @contextmanager
 def started(world: World, args: Options) -> Iterator[None]:
     """Writes options.json, so that --resume knows the options before anything is saved. (If an
-    earlier run is in the workdir, that is the one to resume, and nothing is written.) A user's
-    mistake in the `with` removes the file, or puts back the one that was there: it is all that is
-    left of a run without a checkpoint."""
+    earlier run is in the workdir, that is the one to resume, and nothing is written.) An error in
+    the `with` removes the file, or puts back the one that was there: it is all that is left of a
+    run without a checkpoint."""
     begins = world.is_main and not holds_run(args.workdir)
     path = args.workdir / OPTIONS
     if begins and path.exists() and not _is_of_a_run(args.workdir):

@@ -122,7 +122,7 @@ def _was_said(message: str) -> bool:
 
 
 def leave(message: str, status: int) -> NoReturn:
-    """Ends this process at once: process groups that are taken down may wait for ranks for ever."""
+    """Ends this process at once: to take process groups down may wait for ranks for ever."""
     with suppress(OSError, RuntimeError):  # its reader has ended; or as in `say`
         sys.stdout.flush()
     say(message)

@@ -5,7 +5,7 @@ starts the ranks hosts it, on a socket that it has bound to 127.0.0.1 before.
 
 torchrun has a store, too, and keeps it for all its attempts. Restarted ranks would find addresses
 of the attempt before, and connect to ranks that are gone. On one host the number of the attempt
-(TORCHELASTIC_RESTART_COUNT) keeps them apart; on several hosts these numbers differ. With
+(TORCHELASTIC_RESTART_COUNT) keeps them apart; several hosts count differently. With
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun opens a new store for every attempt: several hosts
 that may restart are refused without it.
 """

@@ -51,8 +51,8 @@ class World:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Runs work() on rank 0 while the others wait, however long it takes. Returns on every rank
-        what it returned. `work` must not communicate. If it raises UserError or RunError, all ranks
-        raise it."""
+        what work() returned. `work` must not communicate. If it raises UserError or RunError, all
+        ranks raise it."""
         (result,) = self._on_some(self.is_main, work)
         return result
 

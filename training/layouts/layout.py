@@ -10,7 +10,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     replicated.py   one process, or the whole model on every rank    Replicated
     sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
     stages.py       stages in processes                              Staged
-    on_mesh.py      what these two have in common                    MeshLayout
+    on_mesh.py      what the last two have in common                 MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
 What a rank holds is one list of records, `Held`, and what follows backward goes by it: clipping by
@@ -114,7 +114,7 @@ def counts_here(is_first: bool, i: int = 0, rank: int = 0, size: int = 1) -> boo
     """Whether this rank adds a parameter's gradient to the norm; see `Held`.
 
     Args:
-        is_first: whether this rank is the first of those of `tp` and of the stages that hold it.
+        is_first: whether this rank is the first along `tp`, and of the stages that hold it.
         i: the parameter's number among those for which that is so.
         rank, size: this rank's place among those that hold the same when the update begins.
     """
@@ -192,7 +192,7 @@ class LaidOutModel(ABC):
         """
 
     def average_gradients(self, module: nn.Module | None) -> None:  # noqa: B027
-        """Call it with `module` after `backward`. Most layouts combine gradients there."""
+        """Call it with `module` after `backward`, where most layouts have combined gradients."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

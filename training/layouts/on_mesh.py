@@ -77,7 +77,7 @@ class MeshLayout(LaidOutModel):
         return EXPERT_AXES if name in self.cut_task.experts else DATA_AXES
 
     def shard_axes(self, name: str) -> tuple[str, ...]:
-        """The axes whose ranks share one copy of a parameter in shards. Along dp there are more."""
+        """The axes whose ranks share one copy of a parameter in shards. Along dp it is repeated."""
         return EXPERT_SHARD_AXES if name in self.cut_task.experts else SHARD_AXES
 
     def shared_axes(self, name: str) -> tuple[str, ...]:

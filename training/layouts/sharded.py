@@ -25,8 +25,8 @@ from .on_mesh import MeshLayout
 
 
 class Sharded(MeshLayout):
-    """Parameters, gradients and optimizer state in shards over the mesh's data axes. Ranks along
-    `dp` hold the same shards."""
+    """Parameters, gradients and optimizer state in shards over the mesh's axes `shards`, `ep` and
+    `cp`. Ranks along `dp` hold the same shards."""
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)

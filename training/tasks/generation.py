@@ -112,8 +112,8 @@ def evaluate_bleu(
 
 
 def bleu_tokenizer(references: Iterable[str]) -> str:
-    """The name of sacrebleu's tokenizer for these texts. BLEU counts words, and where a script has
-    no spaces between them a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
+    """The name of sacrebleu's tokenizer for these texts. BLEU counts words, and in a script without
+    spaces a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
     a word) for Japanese, Thai and other such scripts; "13a", the usual one, for the rest. The
     letters decide, since a column of translations may have any name."""
     scripts = Counter[str]()

@@ -138,9 +138,9 @@ class Sequences(NamedTuple):
         targets: where logits are wanted, [N]: the positions' numbers among all B T. Or, where a
             batch is to be cut along B, weights [B, T], not 0 at targets. None: everywhere.
         keys: one per example, for dropout (runtime/dropout.py).
-        labels: [N], the tokens to predict, or [B, T] with weights. A head that is fused with the
-            loss needs them (tensor_parallel/gpt2.py), and in evaluation every head.
-        cache: of this process, where sentences are continued.
+        labels: [N], the tokens to predict; [B, T] if `targets` are weights. A head that is fused
+            with the loss needs them (tensor_parallel/gpt2.py), and in evaluation every head.
+        cache: that of this process, if sentences are continued.
         positions: [T], their numbers in the sequence, if other ranks have different positions
             (layouts/context.py). None: this process has all of them.
         balance: in training, what experts add to the loss, and what that is computed from

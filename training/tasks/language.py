@@ -87,7 +87,7 @@ class LanguageTask(SequenceTask):
             return None
         is_end = ids == self.tokenizer.convert_tokens_to_ids(END)
         starts = torch.where(is_end, torch.arange(ids.size(1)), 0).cummax(1).values
-        return starts if starts.any() else None  # rows of one document are causal
+        return starts if starts.any() else None  # None: each row is one document
 
     def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter. Without a validation split,

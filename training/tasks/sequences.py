@@ -129,7 +129,7 @@ class SequenceTask(TrainingTask, ABC):
 
     def _tokens(self, world: World) -> dict[str, Tokens]:
         """The tokens of the source's splits. The first rank of each host writes their files, if
-        they are not there, and what is known of the text afterwards."""
+        they are not there, and `ABOUT`, which says what is known of the text afterwards."""
         args, texts = self.args, self.texts
         folder = place(args.workdir / TOKENS, "tokens", texts.identity, self.files)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32

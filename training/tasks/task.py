@@ -36,7 +36,7 @@ def stream(seed: int, purpose: str, *numbers: int | str) -> int:
 
     Equal arguments give the same stream on every machine and in every process. torch's CPU
     generator uses the low 32 bits of its seed, so two of its streams coincide with probability
-    2^-32. Python's uses all.
+    2^-32. Python's uses all bits.
 
     Args:
         seed: of the run.
@@ -51,8 +51,8 @@ def stream(seed: int, purpose: str, *numbers: int | str) -> int:
 class Step:
     """What one rank computes in one step: its part of a global batch, in micro-batches.
 
-    `count` is what the loss is the mean over: target tokens, or images, of the *global* batch.
-    Every rank knows which examples that has, and counts them itself: none asks the others.
+    The loss is the mean over `count` target tokens, or images: those of the *global* batch. Every
+    rank knows which examples that has, and counts them itself: none asks the others.
     """
 
     inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
@@ -138,7 +138,7 @@ class TrainingTask(Protocol):
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
     ) -> tuple[int, Iterator[tuple[Any, Any]]]:
         """How many batches of held-out data this rank has, and their inputs and targets, each made
-        when it is asked for. None is larger than a micro-batch is in training."""
+        when it is asked for. No batch is larger than a micro-batch in training."""
 
     def to_measure(self, x: Any, target: Any) -> Any:  # noqa: ARG002
         """A validation input from which the last layer computes what `measure` takes."""

@@ -7,7 +7,7 @@
                      documents
     anything else    the name of a dataset on the hub, with such columns
 
-The name of a file says its split, or else the name of a folder that it is in: by one of
+The split of a file is in its name, or else in the name of a folder that it is in: one of
 `SPLIT_WORDS`, between dots, dashes, underscores, blanks and digits, as in test_2016_flickr.de or
 newstest2014-deen.jsonl. A name that says two splits is refused. All other files are train. Each
 iteration reads the rows anew, a few at a time.

@@ -161,7 +161,7 @@ def encode(
 
 
 def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
-    """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: none
+    """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: 0
     if it is None. A text that looks like a special token is text: callers add those."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
@@ -228,7 +228,7 @@ def write_tokens(path: Path, encoded: Iterable[tuple[Any, Any]], dtype: Any) -> 
 
 class OpenFiles:
     """The files of a split, open until nobody reads them any more: the folder may be gone before.
-    `path`: as of `write_tokens`."""
+    `path`: as in `write_tokens`."""
 
     def __init__(self, path: Path) -> None:
         self.ids, self.bounds = (path.with_suffix(end).open("rb") for end in (".ids", ".bounds"))
@@ -242,7 +242,7 @@ class Tokens(Sequence[Encoded]):
     """Examples, read from the files of a split when they are asked for: each is a row of them.
 
     Args:
-        path: as of `write_tokens`.
+        path: as in `write_tokens`.
         length: the most inputs of an example. Longer pairs are cut, and so are their labels.
 
     Attributes:
