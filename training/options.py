@@ -153,7 +153,7 @@ class Training:
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
     """which micro-batches compute their activations again in backward, to save memory;
-    except_last: all but the last of a step (single, ddp: none; fsdp: all); sqrt: all, while about
+    except_last: all but the last of a step (single, ddp: none; ZeRO: all); sqrt: all, while about
     sqrt(L) of a stage's L layers keep their inputs (under ZeRO-3 all L)"""
 
 
