@@ -153,8 +153,9 @@ class Training:
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
     """which micro-batches compute their activations again in backward, to save memory;
-    except_last: all but the last of a step (single, ddp: none; ZeRO: all); sqrt: all, while about
-    sqrt(L) of a stage's L layers keep their inputs (under ZeRO-3 all L)"""
+    except_last: all but the last of a step (none if each ends before the next begins; under ZeRO
+    all); sqrt: all, while about sqrt(L) of a stage's L layers keep their inputs (under ZeRO-3 all
+    L)"""
 
 
 @dataclass
