@@ -1,5 +1,5 @@
-"""Whatever a stage raises ends the call at once, reaches the caller as it was, and is over then;
-and what a Pipe refuses."""
+"""An exception in a stage ends the call at once, reaches the caller as it was, and leaves the Pipe
+working; and what a Pipe refuses."""
 
 from __future__ import annotations
 

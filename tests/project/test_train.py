@@ -1,5 +1,5 @@
-"""project/train.py: --check_weights and --check_output find what one process computes, and say it
-where a strategy does not."""
+"""project/train.py: --check_weights and --check_output find that a strategy computes what one
+process does, and say so if it does not."""
 
 from __future__ import annotations
 
