@@ -161,7 +161,7 @@ def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said
     x, _ = batch(7)
     with Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=2) as pipe:
         if said:
-            with pytest.raises(ValueError, match=f"cannot be put together .*the first: {said}"):
+            with pytest.raises(ValueError, match=f"cannot be joined .*the first: {said}"):
                 pipe(x)
         else:  # the same in every micro-batch
             assert pipe(x)[1:] == (None,)
