@@ -1,1 +1,1 @@
-"""Context parallelism: the positions of a sequence lie on several ranks; only attention meets."""
+"""Context parallelism: a sequence's positions lie on several ranks; only attention exchanges."""

@@ -6,10 +6,10 @@
 
 torch's fused kernels do both and keep no scores: one for CPUs, and FlashAttention for 16-bit
 numbers on GPUs, which draws its own dropout and says from which state of the generator. Plain
-products, which hold a block's scores while they compute, are for masks that are hashed and for what
-no kernel takes: on GPUs a mask.
+products hold a block's scores while they compute. They are for dropout masks that are hashed, and
+for what no kernel takes: on GPUs an attention mask.
 
-The kernels read memory by address, and what they take for granted they do not check:
+The kernels read memory by address, and do not check what they assume:
 
     q, k, v, d_out, out    the channels of a head lie side by side; other strides are free
     log_sum, on a GPU      float32, and dense: [B, H, T] with nothing in between
@@ -48,7 +48,8 @@ def forward(
     Args:
         causal: query t sees keys 0 to t.
         dropped: drops weights; None: nothing is dropped.
-        p: with this probability a kernel may drop weights by itself, instead of `dropped`. 0: not.
+        p: with this probability a kernel may drop weights by itself, instead of `dropped`. 0: it
+            may not.
         mask: added to the scores, [B, 1, T, S], of the type of q; finite. A query that sees none of
             the keys has an output that means nothing, and a log_sum that weighs it with 0.
     """
@@ -74,12 +75,12 @@ def backward(
     """The gradients of q, k and v. `out` and `log_sum` are those of all keys, `drawn` is what
     `forward` returned."""
     d_out, q, k, v, out = map(_with_dense_heads, (d_out, q, k, v, out))
-    saved = d_out, q, k, v, out, log_sum.contiguous()  # of some queries it is a view
+    saved = d_out, q, k, v, out, log_sum.contiguous()  # for some of the queries it is a view
     if _on_cpu(q, dropped):
         backward_of = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward_of(*saved, 0.0, causal, attn_mask=mask)
     if _on_gpu(q, dropped, p, mask):
-        lengths = None, None, q.size(2), k.size(2)  # alike in the whole batch
+        lengths = None, None, q.size(2), k.size(2)  # the same in the whole batch
         return aten._scaled_dot_product_flash_attention_backward(
             *saved, *lengths, p, causal, *drawn
         )

@@ -4,16 +4,16 @@ Problem. A rank has some positions of every head; attention needs all positions 
 
 Idea. Heads do not need each other. In an all-to-all each rank gives every other its heads of the
 positions it has, and so gets all positions of H/c heads. It computes plain attention with them, by
-whatever kernel there is, and a second all-to-all gives the results back to those who have the
+whatever kernel there is, and a second all-to-all gives the results back to the ranks that have the
 positions.
 
     rank 0   positions 0 3, heads a b              positions 0 1 2 3, head a
     rank 1   positions 1 2, heads a b     ->       positions 0 1 2 3, head b
 
 Cost, c ranks, keys of K bytes on each: a rank sends 4 K (c-1)/c forward (queries, keys, values,
-results) and as much backward, where a ring sends 2 K (c-1) and 4 K (c-1): fewer, the more ranks
-there are. But c must divide the heads of a rank, nothing travels while it computes, and a rank
-holds all positions of its heads.
+results) and as much backward. A ring sends 2 K (c-1) forward and 4 K (c-1) backward: the more ranks
+there are, the larger the difference. But c must divide the heads of a rank, nothing travels while
+it computes, and a rank holds all positions of its heads.
 
 Paper: Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
@@ -44,8 +44,8 @@ class Heads:
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, keys: Keys, where: int,
         first: int = 0, starts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v. H is a
-        multiple of the number of ranks."""
+        """[B, H, T, E], like q, k and v. T, the number of this rank's positions, is even, and H is
+        a multiple of the number of ranks."""
         refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
         heads, size = q.size(HEADS), self.ranks.size
         if rest := heads % size:

@@ -25,7 +25,8 @@ def multiple(size: int, tensor_ranks: int = 1) -> int:
 
 def zigzag(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
     """The positions that a rank has of a sequence of `length`, a multiple of 2 `size`, ascending:
-    [length / size]. Raises ValueError if the length is none, or the rank."""
+    [length / size]. Raises ValueError if the length is no such multiple, or there is no such rank.
+    """
     if rank not in range(size):
         raise ValueError(f"rank {rank} of {size}: its number must be one of 0 to {size - 1}")
     if rest := length % (2 * size):

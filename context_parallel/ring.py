@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank, and each computes a block of attention.
 
 Problem. The queries of a rank need the keys and values of all earlier positions, which other ranks
-have. Gathered, those would be whole on every rank.
+have. If they were gathered, every rank would hold all of them.
 
 Idea. In c turns every rank's keys and values pass every rank. A turn computes attention over those
 that are there, a block, while the next ones travel. A block knows the sum of its exponentials, so
@@ -16,12 +16,13 @@ blocks are joined exactly: with s the logarithm of that sum,
 
 Only the first block needs a mask, nothing is computed that a mask would hide, and in every turn all
 ranks have equal work. Backward computes the blocks again, from the joined sums. Keys and values go
-round once more; their gradients follow behind them, every rank adds its part, and they end at home.
+round once more. Their gradients follow them, every rank adds its part, and they end on their own
+rank.
 
 Cost, c ranks, keys and values of G bytes on each: a rank sends G (c-1) in forward and 2 G (c-1) in
 backward. Besides its own keys and values it holds 2 G in forward: those that leave and those that
-arrive. In backward gradients travel, too, so these are twice as large, and two sums stay. Where
-dropout is on, masks are hashed from the positions of query and key, which no fused kernel does:
+arrive. In backward gradients travel, too, so both are twice as large, and two sums stay. Where
+dropout is on, masks are hashed from the positions of query and key. No fused kernel does that, so
 blocks are plain products. On a GPU, where examples have no keys to hash, a fused kernel draws the
 mask of each block, and backward draws it again (blocks.py).
 
@@ -60,8 +61,8 @@ DroppedBlock = Callable[..., Tensor] | None
 columns."""
 
 Rectangle = tuple[slice, slice, bool, Tensor | None]
-"""Scores that are computed together: of these rows, queries, and columns, keys; whether they are
-causal; and a mask, as `blocks.forward` takes it."""
+"""Scores that are computed together: their rows (queries), their columns (keys), whether they are
+causal, and a mask, as `blocks.forward` takes it."""
 
 BlocksOf = Callable[[int], Iterable[Rectangle]]
 """The blocks over the keys of a rank."""
@@ -78,7 +79,7 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, mask_keys: Keys, where: int,
         first: int = 0, starts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """[B, H, T, E]: T, an even number, are this rank's positions, also of q, k and v.
+        """[B, H, T, E], like q, k and v. T, the number of this rank's positions, is even.
         `mask_keys`: the `keys` of dropout. `starts`: of all positions of the sequences."""
         ranks = self.ranks
         refuse_attention(q, k, v, mask, p, starts, self.ranks.size)
@@ -146,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         ranks, dropped, kv = ctx.ranks, ctx.dropped, torch.stack([k, v])
         states = iter(ctx.states)
         d_q = torch.zeros_like(q, dtype=wide(q))
-        d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay at home
+        d_own = d_kv = kv[:0]  # d_own: of this rank's keys and values, which stay here
         for turn in range(ranks.size):
             leaving = kv[:0] if turn == ranks.size - 1 else kv
             finish = _to_next(leaving, ranks, d_kv)  # d_kv: of the keys of the turn before
@@ -162,15 +163,15 @@ class _RingAttention(torch.autograd.Function):
                 d_q[:, :, rows] += d_queries
                 for d_sum, d_block in zip(d_here, d_keys, strict=True):
                     d_sum[..., columns, :] += d_block
-            # What has arrived: the next keys and values, and the gradients of those that are here
-            # from the ranks before this one.
+            # What has arrived: the next keys and values; and from the ranks before this one, their
+            # part of the gradients of the keys and values that are here.
             kv, d_arrived = finish().tensor_split([len(leaving)])
             if turn == 0:
                 d_own = d_here
             else:
                 d_kv = d_arrived.add_(d_here) if len(d_arrived) else d_here.to(q.dtype)
         if ranks.size > 1:
-            d_own += _to_next(d_kv, ranks)()  # home
+            d_own += _to_next(d_kv, ranks)()  # to their own rank
         return d_q.to(q.dtype), *d_own.to(q.dtype), None, None, None, None
 
 
@@ -197,7 +198,8 @@ def _blocks_of_documents(
     positions: Sequence[Tensor], rank: int, starts: Tensor, dtype: torch.dtype, owner: int
 ) -> Iterator[Rectangle]:
     """The same within documents: some of a stretch's queries at a time, over the keys from the
-    first one's start on. What no query sees is no block; where each sees all, there is no mask.
+    start of the first query's document on. Keys that none of these queries sees are in no block;
+    where every query sees all, there is no mask.
 
     Args:
         positions: of every rank.

@@ -18,19 +18,19 @@ Where an exchange starts:
 - Through NCCL or gloo a bucket travels from then on, while backward runs.
 - CPU ranks of one machine read each other's buckets, and nothing travels (runtime/communicator.py):
   a full bucket is announced while backward runs, and all are added up in `finish`. This is the
-  default on CPUs, and there no sum starts in backward. To add up what has arrived between the
-  layers of backward was no faster, since it takes the core that computes.
+  default on CPUs, and there no sum starts in backward. Adding up buckets that have arrived, between
+  the layers of backward, was no faster, since it takes the core that computes.
 
-Two kinds of bucket, by what each rank gets: `SummedBucket` all of the sum, by an all-reduce;
-`zero1.ScatteredBucket` a part of it, by a reduce-scatter. Sums are right for losses that are
-divided by what all ranks count together. `DistributedDataParallel` lets each rank have a loss of
-its own and wants the mean, so its buckets divide.
+There are two kinds of bucket. Of a `SummedBucket` each rank gets the whole sum, by an all-reduce;
+of a `zero1.ScatteredBucket` it gets a part, by a reduce-scatter. Sums are right if every rank
+divides its loss by the count of all ranks together. `DistributedDataParallel` lets each rank have a
+loss of its own and wants the mean, so its buckets divide.
 
-Cost: fewer buckets pay the latency less often, more buckets overlap better. The buckets are the
-gradients; with `comm_dtype` a bucket in transit has a copy in that type.
+Cost: fewer buckets pay the latency less often, more buckets overlap better. The gradients lie in
+the buckets; with `comm_dtype` a bucket in transit has a copy in that type.
 
 A gradient lies in its bucket with the strides of its parameter, as autograd would make it: fused
-optimizers take both by address. Whoever else hands over memory by address: docs/semantics.md.
+optimizers take both by address. docs/semantics.md says who else hands over memory by address.
 
 Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
@@ -54,7 +54,7 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class Bucket:
-    """Parameters whose gradients are exchanged together. A kind of bucket says by what exchange.
+    """Parameters whose gradients are exchanged together. Each kind of bucket has its own exchange.
 
     Args:
         parameters: in the order in which backward reaches them.
@@ -78,7 +78,7 @@ class Bucket:
         self.parameters, self.flat, self.communicator = parameters, flat, communicator
         self.views = [view_like(p, view) for p, view in zip(parameters, views, strict=True)]
         self.waiting = len(parameters)
-        self.arrived = 0  # of backwards that send nothing
+        self.arrived = 0  # gradients, in backwards that send nothing
         self.started, self.started_at = False, 0.0
 
     def start_exchange(self) -> None:
@@ -92,8 +92,8 @@ class Bucket:
 
     def adopt(self) -> None:
         """Makes gradients views of the buffer. After optimizer.zero_grad() autograd allocates new
-        ones, which are copied once: on a GPU by one kernel. (Zeroing the views and adding to them
-        would move twice as much memory.)"""
+        gradients, which are copied there once: on a GPU by one kernel. (Zeroing the views and
+        adding to them would move twice as much memory.)"""
         views, gradients = [], []
         for p, view in zip(self.parameters, self.views, strict=True):
             make_dense(p)
@@ -173,9 +173,9 @@ class GradientBuckets:
     Args:
         buckets: of one communicator, in the order in which backward fills them. Their kind says
             what is exchanged: `SummedBucket`, or `zero1.ScatteredBucket`.
-        recorder: is told of each bucket's exchange. Where buckets travel while backward runs, it
-            lasts from the start to the result; where ranks read each other's memory, it is the
-            adding up in `finish`, and a `barrier` follows, which only such ranks wait for.
+        recorder: is told of each bucket's exchange. Where buckets travel while backward runs, an
+            exchange lasts from its start to its result. Where ranks read each other's memory, it is
+            the adding up in `finish`, and a `barrier` follows, for which only such ranks wait.
     """
 
     def __init__(self, buckets: Sequence[Bucket], recorder: Recorder | None = None) -> None:
@@ -196,7 +196,7 @@ class GradientBuckets:
 
     def watch(self) -> None:
         """From now on every backward says which gradients are ready."""
-        # The garbage collector does not see what a hook refers to: it must not keep the buckets.
+        # The garbage collector does not see what a hook refers to: no hook may keep the buckets.
         weak = weakref.ref(self)
 
         def tell(p: Tensor) -> None:
@@ -257,8 +257,8 @@ def in_backward_order(
     Args:
         parameters: each once, already on their device; frozen ones are left out.
         bucket_bytes: the largest bucket, unless a single parameter is larger; by default 25 MiB on
-            a GPU, as in PyTorch, since each is a few kernels and GPUs fill it in a millisecond;
-            4 MiB on a CPU, which stay in the cores' caches.
+            a GPU, as in PyTorch, since each bucket takes a few kernels and GPUs fill it in a
+            millisecond; 4 MiB on a CPU, which stay in the cores' caches.
         kind: parameters of different kinds get different buckets.
 
     Raises:
@@ -281,7 +281,7 @@ def group_by_size(
     unless a single one is larger. Groups come in the order of their last tensors."""
     tensors = list(tensors)
     groups: list[list[int]] = []  # places in the list
-    filling: dict[Hashable, list[int]] = {}  # the last group of each
+    filling: dict[Hashable, list[int]] = {}  # the last group of each kind
     for i, t in enumerate(tensors):
         alike = (t.dtype, t.device, kind(t))
         filled = sum(tensors[k].nbytes for k in filling.get(alike, ()))

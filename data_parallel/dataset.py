@@ -48,8 +48,8 @@ def shuffled_indices(n: int, seed: int) -> Sequence[int]:
 
 
 def global_batches(n: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Sequence[int]]:
-    """The examples of each global batch of an epoch, from the batch with the number `start` on: the
-    one order of all that is dealt."""
+    """The examples of each global batch of an epoch, from the batch with the number `start` on.
+    Everything that is dealt is dealt in this order."""
     order = shuffled_indices(n, seed)
     for first in range(start * batch_size, n, batch_size):
         yield order[first : first + batch_size]
@@ -110,7 +110,7 @@ def partition_dataset(
         collate_fn: makes a batch from a list of examples.
         seed: of the shuffle.
         key: sort each global batch by key(its indices), e.g. the examples' lengths, before dealing,
-            so that all ranks get equal shares of it. By default the batch stays shuffled.
+            so that all ranks get similar examples. By default the batch stays shuffled.
         start: the number of the first batch, for a resumed run.
 
     A rank without an example in the last, smaller batch has one batch less.
@@ -134,7 +134,7 @@ def partition_dataset(
     )
 
 
-# The course's contracts, which no run calls
+# Classes that the course asks for; no run uses them
 
 
 class Partition(Dataset[Any]):

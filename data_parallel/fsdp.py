@@ -12,15 +12,15 @@ the shard's gradients and optimizer state. Layers gather their parameters just b
     free                  0          1                     2          1          0
 
 While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
-no rank holds more than two layers' parameters whole. A layer is freed when it has computed, in its
-backward before its gradients are sent; layer 2 stays after its forward, since its backward is next.
+no rank holds more than two layers' parameters whole. A layer is freed when it has computed; in
+backward, before its gradients are sent. Layer 2 stays after its forward: its backward is next.
 (CPU ranks of one machine read each other's memory: there nothing is in transit. A layer's shards
 are read when it computes, and its gradients added up when the layer below has its own.) Layer 0 is
 an embedding, whose backward needs no weights: so (0) is left out.
 
-`zero` says what is sharded: 2 gradients and optimizer state, 3 also the parameters. (The optimizer
-state alone: zero1.py, for any layout.) Bytes in fp32 with AdamW for W ranks and P parameters, L of
-them in the largest layer:
+`zero` says what is sharded: with 2 gradients and optimizer state, with 3 also the parameters.
+(zero1.py shards the optimizer state alone, for any layout.) Bytes in fp32 with AdamW for W ranks
+and P parameters, L of them in the largest layer:
 
     zero   parameters   gradients   moments   lent for a while   sent per rank and micro-batch
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
@@ -30,9 +30,9 @@ A step does not wait for the GPU: the CPUs exchange counts and announcements, if
 (`init_process_group("cpu:gloo,cuda:nccl")`).
 
 With `replicas` there are several groups of W ranks, each with all shards (hybrid sharding). Layers
-are gathered and gradients scattered inside a group, the ranks of a host; once per step ranks with
-the same shard add up its gradient: of 4 P / W bytes an all-reduce over the slow network between
-groups, while the last micro-batch's backward goes on.
+are gathered and gradients scattered inside a group, the ranks of a host. Once per step, ranks with
+the same shard add up its gradient, while the last micro-batch's backward goes on: an all-reduce of
+4 P / W bytes over the slow network between groups.
 
 All ranks must make the same calls. A rank without examples calls `forward(None)` and
 `backward(None)`, and contributes zeros; `train_step` does so by itself.
@@ -87,10 +87,11 @@ class FullyShardedDataParallel:
         fsdp.optimizer_step()
 
     Args:
-        layers: run one after the other. Those on the meta device get their values from `init`,
-            others those of rank 0. Parameters then have memory only while their layer computes.
-        make_optimizer: of what this rank holds of each trained parameter, a flat tensor with its
-            name; see `shards.MakeOptimizer`.
+        layers: run one after the other. Those on the meta device get their values from `init`, the
+            others have those of rank 0. From then on parameters have memory only while their layer
+            computes.
+        make_optimizer: gets what this rank holds of each trained parameter, a flat tensor, with the
+            parameter's name; see `shards.MakeOptimizer`.
         names: of the parameters, and of buffers on the meta device; by default those of
             `nn.Sequential(*layers)`.
         init: fills one parameter or buffer, by its name.
@@ -106,7 +107,7 @@ class FullyShardedDataParallel:
             rest after backward), optimizer, and barrier (around an update).
         recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
             them anyway: all but the last and embeddings.
-        traits: of a name; parameters with different ones go into different units.
+        traits: of a name; parameters with different traits go into different units.
 
     Raises:
         ValueError: there is nothing to train, something is on the meta device without `init`, or a
@@ -188,7 +189,8 @@ class FullyShardedDataParallel:
 
         Raises:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
-                previous layer did not return in a container of `torch.utils._pytree`; or x does.
+                previous layer did not return in a container of `torch.utils._pytree`; or x requires
+                a gradient.
         """
         if torch.is_inference_mode_enabled():  # no training could use what is made in there
             with torch.inference_mode(False), torch.no_grad():
@@ -216,8 +218,9 @@ class FullyShardedDataParallel:
 
     @torch.no_grad()
     def backward(self, loss: Tensor | None) -> None:
-        """Adds the gradients of a loss, computed from the output of the last forward. When it
-        returns, the first layer's are still being summed over the ranks: see `finish_gradients`.
+        """Adds the gradients of a loss that was computed from the output of the last forward. When
+        it returns, the first layer's gradients are still being summed over the ranks: see
+        `finish_gradients`.
 
         Args:
             loss: None on a rank without examples.
@@ -228,7 +231,7 @@ class FullyShardedDataParallel:
         """
         if not self._graphs:
             raise RuntimeError("call forward() with gradients enabled before every backward()")
-        if self._summed or self._over_replicas:  # it would add to the gradients of all replicas
+        if self._summed or self._over_replicas:  # this would add to all replicas' gradients
             raise RuntimeError(
                 "the gradients are already summed over all replicas: call optimizer_step() or "
                 "zero_grad() before the next backward()"
@@ -339,7 +342,8 @@ class FullyShardedDataParallel:
         return [x for u in units for x in u.trained or u.slices(u.shard)]
 
     def get_local_grad_shard(self, layer: int) -> list[FlatSlice]:
-        """Their gradients, summed over all ranks and all backwards since the last step."""
+        """What this rank holds of the gradients of the layer's parameters, summed over all ranks
+        and all backwards since the last step."""
         self.finish_gradients()
         units = self.layers[layer].units
         return [x for u in units if u.shard.grad is not None for x in u.slices(u.shard.grad)]
@@ -387,7 +391,7 @@ class FullyShardedDataParallel:
                 u.start_gather()  # in transit while this layer computes
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
-        """The gradients of the last layer's output, one per leaf, None without one."""
+        """The gradients of the last layer's output, one per leaf; None for a leaf without one."""
         output, self._output = self._output, []
         if loss is None:
             return [None] * len(output)

@@ -5,13 +5,13 @@ holds them would keep the whole model in memory.
 
 Idea: during its forward the layer's modules get parameters that are views of a gathered buffer.
 When autograd saves a tensor in that buffer, a note is saved instead: the unit, and the position in
-it. Backward looks the note up in the buffer that then holds the gathered unit, which may be
-another one. The parameters stay in the graph, but they own no memory.
+it. Backward looks the note up in the buffer that holds the gathered unit then, which may be a
+different one. The parameters stay in the graph, but they own no memory.
 
 Backward does not need an embedding's weights: a unit with nothing else is not gathered for it.
 
 Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
-frees its activations. A tensor that reaches another layer by other ways than the layers' outputs,
+frees its activations. A tensor that reaches another layer by a way other than the layers' outputs,
 such as an attribute, would lose its gradient: each graph is searched for such foreign leaves.
 
 Cost: about 2 us of Python per saved tensor, 1 us per parameter, and, in a step that is checked (the
@@ -115,8 +115,8 @@ class GatheredLayer:
 
     def forward(self, value: Any, checked: bool = True) -> tuple[Any, LayerGraph]:
         """Runs the layer on gathered parameters; returns the detached output and its graph. A graph
-        that is `checkpointed` must be given to `recompute` before `backward`, and the units
-        gathered. Not `checked`, a pass may get through with what is raised otherwise.
+        that is `checkpointed` must be given to `recompute` before `backward`, with the units
+        gathered. A pass that is not `checked` may miss some of these errors.
 
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
@@ -132,7 +132,7 @@ class GatheredLayer:
                 if p.requires_grad != u.unit.trainable:
                     raise ValueError(
                         f"{name} was {'frozen' if u.unit.trainable else 'unfrozen'} after it was "
-                        "sharded, and what is trained lies apart: shard the layers anew"
+                        "sharded, and frozen parameters lie apart: shard the layers anew"
                     )
         graph = LayerGraph(self.device)
         checkpoint = self.checkpoint and torch.is_grad_enabled()

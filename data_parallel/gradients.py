@@ -1,7 +1,7 @@
 """A whole model on every rank, whose gradients are averaged over the ranks.
 
-Problem: W copies of a model must stay equal, though each sees other examples. After backward every
-rank has the gradient of its own examples; before the optimizer step all need the mean.
+Problem: W copies of a model must stay equal, though each sees different examples. After backward
+every rank has the gradient of its own examples; before the optimizer step all need the mean.
 
 Idea: rank 0's weights are sent to all once. After that only gradients travel. Their mean has the
 same bits on every rank, and so has the optimizer's update. Three ways, simplest first:
@@ -10,7 +10,7 @@ same bits on every rank, and so has the optimizer's update. Three ways, simplest
     flat            average_gradients_flat: one all-reduce of everything, after backward
     overlap         DistributedDataParallel: a few, each started when its last gradient is ready
 
-The third is a module with buckets around it (buckets.py):
+The third wraps a module and keeps its gradients in buckets (buckets.py):
 
     model = DistributedDataParallel(net)          # broadcast_params
     loss = loss_fn(model(mine)) * W / whole       # a sum over this rank's part of `whole` examples

@@ -10,7 +10,8 @@ equal shards, anywhere. One collective then moves a whole layer:
     shards    [       rank 0        |       rank 1       |       rank 2              ]
 
 Parameters shared by several layers (GPT-2's tied embedding: first and last) form a unit of their
-own, gathered for each of those layers. So do frozen parameters, and each dtype.
+own, gathered for each of those layers. Frozen parameters are in units of their own, too, and so are
+those of each dtype.
 
 `Unit` says where everything lies, `ShardedUnit` holds this rank's part: its first values, the whole
 parameters while they are gathered, the gradients. fsdp.py decides when to gather and to sum,
@@ -58,8 +59,8 @@ class FlatSlice(NamedTuple):
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 """Makes the optimizer of this rank's slices, each with its parameter's name, so that it may treat
-some otherwise. It works element by element, as AdamW does, or is told where the pieces of a matrix
-lie, as Muon is."""
+some differently. The optimizer works element by element, as AdamW does, or is told where the pieces
+of a matrix lie, as Muon is."""
 
 
 class Unit:
@@ -97,7 +98,7 @@ class Unit:
             self.entries.append(Entry(name, p.shape, end, used))
             end = -(-used // step) * step
             self.gaps.append(slice(used, end))
-        # A shard starts on a cache line, and has one at least: nothing has no address.
+        # A shard starts on a cache line, and has at least one: an empty tensor has no address.
         self.shard_numel = max(1, -(-end // (world_size * step))) * step
         self.numel = world_size * self.shard_numel
         self.gaps.append(slice(end, self.numel))
@@ -138,7 +139,7 @@ class Traits(NamedTuple):
     """What the parameters of a unit have in common.
 
     Attributes:
-        group: the ranks that share them, if they are not all; other ranks have others, or the same.
+        group: the ranks that share them; None: all. Other ranks have different ones, or copies.
         exact: whether layers compute with them in their own type.
         kind: anything else that keeps parameters apart.
     """
@@ -202,8 +203,8 @@ class ShardedUnit:
         trained: its slices, as the optimizer updates them.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
-        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent. (A rank that
-            shares with no other has them whole.)
+        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent, unless this rank
+            shares with no other.
         empty: by entry, parameters without memory: what modules hold between the passes.
         gradient: memory for the shard's grad, from the first backward on.
         arriving: waits for a gather that has started; None: there is none.
@@ -221,7 +222,7 @@ class ShardedUnit:
         self.whole: Tensor | None = None
         self.addresses = range(0)
         self.empty: list[nn.Parameter] = []
-        # By the memory that was lent, of which there are few pieces, again and again
+        # By piece of lent memory: there are few, which are lent again and again.
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
         sharded = self.zero == 3 and communicator.size > 1
@@ -265,13 +266,13 @@ class ShardedUnit:
             give_gradients(self.trained, self._gradient_slices)
 
     def drop_gradient(self) -> None:
-        """Of the shard and its slices."""
+        """Drops the grad of the shard and of its slices."""
         self.shard.grad = None
         give_gradients(self.trained, [None] * len(self.trained))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Views of the gathered unit, made once for each piece of memory: to make them takes the
-        host as long as to compute with them. They share its count of writes."""
+        """Views of the gathered unit, made once for each piece of memory: making them takes the
+        host as long as computing with them. They share its count of writes."""
         assert self.whole is not None and self.arriving is None, "the parameters are not gathered"
         memory = self.whole.untyped_storage()._cdata
         if memory not in self._parameters:
@@ -287,7 +288,7 @@ class ShardedUnit:
             self.published.copy_(self.shard.data)
 
     def start_gather(self) -> None:
-        """Does nothing if it is gathered or arriving."""
+        """Starts to gather the unit, unless it is gathered or arriving."""
         if self.whole is None:
             self.whole = self.kept
             if self.whole is None:
@@ -305,13 +306,13 @@ class ShardedUnit:
     def free(self) -> None:
         """Gives lent memory back; zero 2 keeps its own."""
         if self.whole is not None and self.kept is None:
-            self.finish_gather()  # it writes there
+            self.finish_gather()  # the gather writes there
             self.pool.give(self.whole)
             self.whole, self.addresses = None, range(0)
 
     def start_sum(self, gradients: Sequence[Tensor | None] | None) -> Finish:
-        """Begins the sum over the ranks of this rank's gradients by entry; None counts as zero. It
-        becomes the shard's grad, or is added to that."""
+        """Begins to sum gradients over the ranks; this rank's are given by entry, None counts as
+        zero. The sum becomes the shard's grad, or is added to it."""
         whole = self.communicator.take(self.unit.numel, self.unit.dtype, self.device)
         memory = whole.untyped_storage()._cdata
         if memory not in self._gradients:
@@ -346,8 +347,8 @@ def with_names(slices: Iterable[FlatSlice]) -> Named:
 def make_with(
     make_optimizer: MakeOptimizer, slices: Iterable[FlatSlice], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of slices. A rank that holds none has something empty: optimizers refuse an
-    empty list."""
+    """The optimizer of slices. A rank without slices gives it an empty parameter, since optimizers
+    refuse an empty list."""
     return make_optimizer(
         with_names(slices) or [("nothing", nn.Parameter(torch.empty(0, device=device)))]
     )
@@ -360,9 +361,9 @@ def first_value(
     device: torch.device,
     init: Initialize | None,
 ) -> Tensor:
-    """The value of a parameter or buffer with which training begins: on the meta device what `init`
-    writes, otherwise that of the first rank of each group, group after group, for which all ranks
-    must call this together. (None: a rank alone.)"""
+    """The value of a parameter or buffer with which training begins. On the meta device `init`
+    writes it. Otherwise the first rank of each group broadcasts its value, group after group, so
+    all ranks must call this together. (A group that is None: a rank alone.)"""
     if tensor.is_meta:
         return filled(tensor, name, device, init)
     value = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()

@@ -11,8 +11,8 @@ the sum; it updates that part of the parameters; an all-gather sends the new val
     gradients, on each rank   [ part 0 | part 1 ]    rank r gets the sum of the parts r, in place
     parameters                [ part 0 | part 1 ]    and updates its part r; then all get both
 
-With `replicas` a group is a part of all ranks, the others like it; ranks with the same part of the
-gradients add it up, too, after the reduce-scatter: G / W bytes over what joins the groups.
+With `replicas` there are several groups of W ranks. After the reduce-scatter, ranks with the same
+part of the gradients add it up over the groups: G / W bytes over the network between them.
 
 Any code may compute the gradients: stages and cut matrices work too. (fsdp.py also shards gradients
 and parameters, and runs the layers itself.)
@@ -45,7 +45,7 @@ class ScatteredBucket(Bucket):
     Attributes:
         values: the parameters, end to end; all of them on every rank.
         shard: this rank's part of `values`, a view; `trained`: its slices, for an optimizer.
-        replicas: the ranks of other groups with the same part: its sums are added up over them.
+        replicas: the ranks of other groups with the same part, over which its sums are added up.
     """
 
     kind = "reduce_scatter"
@@ -81,7 +81,7 @@ class ScatteredBucket(Bucket):
             self.sum_of_replicas = self.replicas.start_all_reduce(self.part)
 
     def hand_back(self) -> None:
-        """The gradients of the parameters are gone: their memory holds a part of the sum."""
+        """Gives the slices their gradients. The parameters' are gone: the sum took their memory."""
         if self.replicas.size > 1:
             self.part.copy_(self.sum_of_replicas())
         give_gradients(self.trained, self._gradients)
@@ -104,7 +104,7 @@ class ShardedOptimizer:
         make_optimizer: see `shards.MakeOptimizer`.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.
-        replicas: of this rank's parts, in other groups like that of the communicator.
+        replicas: the ranks with the same parts, in other groups like that of the communicator.
 
     Attributes:
         slices: of this rank's parts, what it updates of each parameter.
@@ -139,7 +139,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks. No rank may change its shards before it has
-        finished another exchange."""
+        finished a further exchange."""
         device = self._parts[0].shard.device
         with acting(self.recorder, "all_gather", device=device):
             self.communicator.barrier(device)  # all have written theirs

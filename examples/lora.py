@@ -1,11 +1,11 @@
-"""Trains adapters of GPT-2 (LoRA), whose own weights stay frozen, and saves them alone.
+"""Trains adapters (LoRA) of a GPT-2 whose own weights stay frozen, and saves only the adapters.
 
     python examples/lora.py pipe FILE                           two stages, a thread each
     torchrun --nproc-per-node 2 examples/lora.py ddp FILE       or fsdp
 
 A chosen matrix W computes x W + x A B. Only A and B are trained: to every strategy they are
-parameters like others. A small model with fresh weights learns the alphabet here;
-`GPT2LMHeadModel.from_pretrained` takes a folder's.
+parameters like others. Here a small model with fresh weights learns the alphabet;
+`GPT2LMHeadModel.from_pretrained` loads a trained model from a folder.
 
 Paper: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
@@ -62,7 +62,8 @@ def adapt(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load(path: str, adapters: dict[str, Tensor]) -> None:
-    """Raises ValueError, before anything changes, unless names and shapes are the model's."""
+    """Loads adapters from a file. ValueError, before anything changes, unless names and shapes are
+    the model's."""
     saved = load_file(path)
     differ = {(n, t.shape) for n, t in saved.items()} ^ {(n, p.shape) for n, p in adapters.items()}
     if differ:
@@ -72,7 +73,7 @@ def load(path: str, adapters: dict[str, Tensor]) -> None:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """What these sentences, B T V and B T, add to the mean over all 8 x 16 letters."""
+    """What some sentences, logits B T V, labels B T, add to the mean over all 8 x 16 letters."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (8 * 16)
 
 

@@ -1,10 +1,10 @@
-"""Trains any model as a pipeline of two stages, in a loop of your own.
+"""Trains any model as a pipeline of two stages, in a plain training loop.
 
     python examples/pipeline_of_any_model.py
 
-`split` traces a model and cuts it at the first call of a submodule. The model knows nothing of it.
-Here a GPT-2 and a Llama of transformers, with fresh weights, learn the alphabet. For another model
-say its submodule at which the second stage begins.
+`split` traces a model and cuts it at the first call of a submodule. The model needs no changes.
+Here a GPT-2 and a Llama of transformers, with fresh weights, learn the alphabet. For another model,
+name the submodule at which its second stage begins.
 """
 
 import argparse

@@ -5,7 +5,7 @@ positions may choose experts anywhere, each of them as often as chance has it.
 
 Idea. Rows are sorted by expert, and so by rank. The ranks tell each other how many rows there are
 for each expert, E numbers per rank; then an all-to-all moves the rows. They arrive by sender, those
-of one sender by expert, and are computed as they lie (on a GPU in another order: grouped.py). A
+of one sender by expert, and are computed as they lie (on a GPU in a different order: grouped.py). A
 second all-to-all, the first one's mirror image, brings the results to the places where the rows
 were:
 
@@ -15,7 +15,7 @@ were:
 
 Backward goes through the same exchanges with senders and receivers swapped.
 
-Cost, a rank with N positions of C numbers, each of them to k experts, chosen evenly: N k C (W-1)/W
+Cost, a rank with N positions of C numbers, each sent to k experts, chosen evenly: N k C (W-1)/W
 numbers sent, four times per layer and micro-batch (there and back, forward and backward), and the
 counts. The host waits for the counts, on a GPU once per layer: no rank knows the lengths of its
 messages before.
@@ -67,8 +67,8 @@ def segments_of(counts: Sequence[Sequence[int]], rank: int) -> tuple[Lengths, Se
 
 
 def exchange(rows: Tensor, ranks: Communicator, lengths: Lengths) -> Tensor:
-    """This rank's rows to their ranks, those for rank 0 first; returns what came from all, that of
-    rank 0 first. `lengths`: by sender and receiver."""
+    """Sends this rank's rows to their ranks, those for rank 0 first; returns the rows from all
+    ranks, those from rank 0 first. `lengths`: by sender and receiver."""
     there = partial(ranks.all_to_all, lengths=lengths)
     back = partial(ranks.all_to_all, lengths=swapped(lengths))
     return rows if ranks.size == 1 else paired(rows, there, back)

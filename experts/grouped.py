@@ -11,7 +11,7 @@ all of them in one launch, and the host need not even know how many rows an expe
 
 Its kernels are for bf16 on compute capability 9.0 and later, with rows of a multiple of 16 bytes;
 elsewhere torch would copy `ends` to the host and multiply one by one, which layer.py does without
-that wait. On a CPU a product for each segment is fastest, as rows lie (docs/mathematics.md).
+that wait. On a CPU a product for each segment, as it lies, is fastest (docs/mathematics.md).
 
 Shapes: R rows, E experts of this rank, K features in, M features out.
 """

@@ -3,14 +3,14 @@
     x ─ router ─▸ choice of each position
     x ─▸ a row per choice ─▸ sorted by expert ─▸ experts ─▸ in order again ─▸ weighted sum
 
-Problem. E experts have E times the parameters of one MLP and, of k that see a position, k times its
-arithmetic. E small layers, each with modules and parameters of its own, would be E times as many
-names, buckets and gathers.
+Problem. E experts have E times the parameters of one MLP and, if k of them see each position, k
+times its arithmetic. E small layers, each with modules and parameters of its own, would be E times
+as many names, buckets and gathers.
 
 Idea. A parameter of all experts is one tensor with the experts along its first dimension. A rank
 that shares experts with others has a rectangle of it: some experts, whole. So initial values,
 checkpoints and gradients know nothing of experts. The product of all experts is one autograd
-function over rows that lie by expert, a matrix product for each run of rows, written in place.
+function over rows that lie by expert, with a matrix product for each run of rows, written in place.
 
 Its gradient of the weights may wait (runtime/linear.py), and is added to the sum over micro-batches
 expert by expert: a stage makes one [E, K, M] per step, and not one per micro-batch.
@@ -51,7 +51,7 @@ class Experts(nn.Module):
     Args:
         mlp: with c_fc and c_proj, whose weights are [K, M], with `act` and `dropout`.
         num_experts, top_k: E and k. Raises ValueError if k is not one of 1 to E.
-        shared: an MLP like `mlp`, of any inner width, that sees every position, or none.
+        shared: an MLP like `mlp`, of any inner width, that sees every position, or None.
         by_bias: whether a bias, 0 at first, counts where experts are chosen.
 
     Attributes:
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         return y, choice
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts make of rows that lie by expert, `counts` of each, [E]."""
+        """The experts' outputs for rows that lie by expert, `counts` of each, [E]."""
         by_rank = self.ranks.all_gather(counts[None], 0)  # [senders, E]
         of_ranks = by_rank.tolist()  # the layer's one wait for a GPU
         lengths, segments = segments_of(of_ranks, self.ranks.rank)
@@ -115,7 +115,7 @@ class Experts(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """As many products x w + b as there are experts. `like`: one weight, [K, M]."""
+    """A product x w + b for each expert. `like`: the weight of one, [K, M]."""
 
     def __init__(self, like: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class StackedLinear(nn.Module):
 
 def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int, ...]]:
     """Leaves this rank its part of the experts of a model, which may be on the meta device. Returns
-    the names of the parameters of experts, and the shapes of the whole ones. Afterwards it cannot
-    be copied any more, but for its state_dict(). Raises ValueError if the number of ranks does not
-    divide the experts, or they are shared already."""
+    the shapes of the experts' whole parameters, by name. Afterwards only the model's state_dict()
+    can be copied, not the model. Raises ValueError if the number of ranks does not divide the
+    experts, or they are shared already."""
     names, shapes = names_of(model), dict[str, tuple[int, ...]]()
     for module in model.modules():
         if not isinstance(module, Experts):
@@ -148,8 +148,8 @@ def share_experts(model: nn.Module, ranks: Communicator) -> dict[str, tuple[int,
 
 
 class Segmented:
-    """A product for each segment of rows, by its expert's [K, M] of the weight [E, K, M]. Of an
-    expert there may be several segments, one of each rank. See `runtime.linear.Product`."""
+    """A product for each segment of rows, by its expert's [K, M] of the weight [E, K, M]. An expert
+    may have several segments, one from each rank. See `runtime.linear.Product`."""
 
     torch_differentiates = False  # it writes into its results
 
@@ -187,7 +187,7 @@ class Segmented:
 
     def _runs_into(self, total: Tensor, fresh: bool, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """The same with the expert's part of `total`, and whether nothing was written there yet.
-        Zeros to add to would be a pass over it, a tenth of the products' time."""
+        Writing zeros first would be a pass over `total`, a tenth of the products' time."""
         unwritten = {*range(len(total))} if fresh else set[int]()
         for e, *rows in self._runs(*tensors):
             yield total[e], e in unwritten, *rows

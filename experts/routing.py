@@ -1,42 +1,42 @@
 """Which experts see a position, with what weight; and the loss that keeps them equally busy.
 
-Problem. A layer has E experts, and a position is to be seen by k of them. Who chooses must learn
-to, and must not send everything to one expert, which would then be the only one that learns.
+Problem. A layer has E experts, and a position is to be seen by k of them. Whatever chooses must
+learn to, and must not send everything to one expert, which would then be the only one that learns.
 
 Idea. The router is a matrix: its logits give probabilities p over the experts, and the k most
-probable ones see the position. Of equal probabilities the lower number wins. What they return is
+probable ones see the position. Of equal probabilities the lower number wins. Experts' outputs are
 added up with the weights p, which is how the router gets a gradient. The weights are not divided by
 their sum: with k = 1 that would be 1, and the router would learn nothing (as in Switch; Mixtral
 divides). Choosing is done in float32 at least, since bf16 has many equal probabilities.
 
 Nothing is dropped: an expert takes all positions that have chosen it. Most systems give experts a
-capacity, and what is beyond it is dropped; whether a position is, depends on its neighbours in the
-batch, and so on how the batch is cut.
+capacity, and drop what is beyond it. Whether a position is dropped then depends on its neighbours
+in the batch, and so on how the batch is cut.
 
-The balance loss of a sequence with T positions, padding not among them, is
+The balance loss of a sequence with T positions, not counting padding, is
 
     E * sum over e of f_e P_e        f_e: the part of its T k choices that fell on expert e
                                      P_e: the mean probability of expert e
 
-1 if all experts are chosen alike, up to E if one always is. No gradient flows through f. It is a
-property of a sequence, while Switch takes that of a rank's batch, so it depends neither on
-micro-batches nor on ranks. The loss of a step with n target tokens has in addition
+It is 1 if all experts are chosen equally often, and up to E if one is always chosen. No gradient
+flows through f. The balance loss is a property of a sequence (in Switch, of a rank's batch), so it
+depends neither on micro-batches nor on ranks. To the loss of a step with n target tokens it adds
 
     coefficient / n * sum over the sequences of (target tokens) * (sum over the layers of balance)
 
 that is, every target token adds the balance of its sequence, scaled as its own loss is.
 
-The balance loss also pulls the router away from what the tokens' loss wants. --balance_by bias has
-none: an expert has a bias, which is added to its probability where experts are chosen, and nowhere
-else, so it has no gradient. After a step it moves down by --balance_rate if its expert was chosen
-more often than the mean, else up. "More often" is a count over the global batch. A count is a sum
-over micro-batches and ranks, as a gradient is, so it travels as one:
+The balance loss also pulls the router away from what the tokens' loss wants. --balance_by bias does
+without it: an expert has a bias, which is added to its probability where experts are chosen, and
+nowhere else, so it has no gradient. After a step it moves down by --balance_rate if its expert was
+chosen more often than the mean, else up. "More often" is a count over the global batch. A count is
+a sum over micro-batches and ranks, as a gradient is, so it travels as one:
 
     added = sum over e of b_e (count_e - mean count)         its gradient for b_e is the excess
 
 Every layout sums it as it sums gradients, shards it, and saves b as a weight. Only the update
 differs: by the sign, and at a rate of its own (training/optimization.py); the norm leaves it out.
-So the bias is equal under every layout. Moved by the counts of one rank it would not be.
+So the bias is equal under every layout. If the counts of one rank moved it, it would not be.
 
 Logits may grow until their exponentials overflow or round. --router_z adds to the loss, as the
 balance loss is added, the mean over a sequence of (log of the sum of exponentials of its logits)^2.
@@ -63,8 +63,8 @@ class Choice(NamedTuple):
 
     Attributes:
         probabilities: [N, E].
-        experts: [N, k], the most probable first, or those with the largest sum of it and a bias.
-        logits: [N, E], of the probabilities.
+        experts: [N, k], the most probable first; with a bias, the largest sum of both first.
+        logits: [N, E], from which the probabilities come.
     """
 
     probabilities: Tensor
@@ -117,7 +117,7 @@ def tally(choice: Choice, real: Tensor) -> tuple[Tensor, Tensor]:
     """How often each expert was chosen in each sequence, and the sum of its probabilities: [B, E].
 
     Args:
-        real: [B, T], whether a position is none of padding. N is B T.
+        real: [B, T], whether a position is not padding. N is B T.
     """
     B, T = real.shape
     E = choice.probabilities.size(1)
@@ -143,7 +143,7 @@ def router_z_loss(choice: Choice, real: Tensor, lengths: Tensor) -> Tensor:
 
 
 def excess(chosen: Tensor, bias: Tensor) -> Tensor:
-    """How much more often each expert was chosen than the mean of all, [E]; its product with the
-    bias, summed, has this as the gradient of the bias. `chosen`: of `tally`."""
+    """How much more often each expert was chosen than the mean of all, [E]. The sum of its product
+    with the bias has it as the gradient of the bias. `chosen`: from `tally`."""
     counts = chosen.sum(0).to(bias.dtype)
     return counts - counts.mean()

@@ -47,8 +47,8 @@ def pipelined(
     streams = Streams()  # of the forward
 
     def differentiate(gradients: Sequence[Tensor | None], retain_graph: bool) -> list[Any]:
-        """The gradients of the inputs and of the parameters. Autograd's node frees this with the
-        caller's graph, and so the stages' graphs."""
+        """The gradients of the inputs and of the parameters. Autograd's node holds this function,
+        so the stages' graphs are freed with the caller's graph."""
         leaves = len(gradients) // len(sizes)  # of an output
         starts = range(0, len(gradients), leaves)
         pieces = [list(gradients[start : start + leaves]) for start in starts]

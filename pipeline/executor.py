@@ -40,15 +40,15 @@ class Channel(Protocol):
     `LocalChannel`, between GPUs a `CopyingChannel`, between processes a `PeerChannel`."""
 
     def put(self, i: int, value: Any) -> None:
-        """Hands micro-batch i over, and does not wait until the neighbour takes it. It may keep its
-        memory until then."""
+        """Hands micro-batch i over, and does not wait until the neighbour takes it. The channel may
+        keep its memory until then."""
 
     def get(self, i: int) -> Any:
         """Waits until the neighbour has handed micro-batch i over: the one place in a step where a
-        stage waits for another. They may arrive in a different order."""
+        stage waits for another. Micro-batches may arrive in a different order."""
 
     def stop(self) -> None:
-        """Wakes who waits, or will: it raises `Stopped`."""
+        """Wakes whoever waits in `get` now or later, with `Stopped`."""
 
 
 class LocalChannel(Channel):
@@ -81,7 +81,7 @@ class Dataflow:
 
     Args:
         up: activations into stage s, one more than stages.
-        down: gradients out of stage s, to stage s-1; one more, too.
+        down: gradients out of stage s, to stage s-1; also one more than stages.
         retain_graph: keep the graphs after backward.
     """
 
@@ -128,7 +128,7 @@ class Dataflow:
             with self._noted(action, RECOMPUTE):
                 stage.compute_again(i)
         gradients = self.down[s + 1].get(i)  # waits
-        with self._noted(action), Autocast(off=True).entered():  # which is for forwards only
+        with self._noted(action), Autocast(off=True).entered():  # it is for forwards only
             if kind is BACKWARD:
                 result = stage.backward(i, gradients, self.retain_graph)
             else:

@@ -2,8 +2,8 @@
 
 A value in the pipeline is a tensor, or tuples, lists and dicts of tensors and flags. Every tensor
 has the batch as its first dimension and is cut along it. Flags (numbers, texts, None) and tensors
-without dimensions go to every micro-batch unchanged. Outputs are concatenated: tensors with
-the batch as first dimension, or None.
+without dimensions go to every micro-batch unchanged. Outputs are None, or tensors with the batch as
+first dimension, which are concatenated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def batch_size(value: Any) -> int:
     if len(sizes) != 1:
         different = ", ".join(map(str, sorted(sizes))) or "no tensor"
         raise ValueError(
-            f"the batch is the first dimension of every tensor, but there: {different}; give "
+            f"the batch is the first dimension of every tensor, but here: {different}; give "
             "tensors, or tuples, lists and dicts of them, whose first dimensions are equal"
         )
     return int(sizes.pop())
@@ -83,7 +83,7 @@ def cut_batch(
         raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. {min(batch, 4)}")
     sizes = sizes_by_split(batch, split_size)
     if num_microbatches is not None:
-        sizes = even_sizes(batch, max(1, min(num_microbatches, batch)))  # an empty one runs
+        sizes = even_sizes(batch, max(1, min(num_microbatches, batch)))  # an empty batch runs
     return split_batch(x, sizes), split_batch(target, sizes)
 
 
@@ -102,7 +102,7 @@ def join(values: Sequence[Any]) -> Any:
         return pytree.tree_unflatten(joined, spec)
     kinds = pytree.tree_map(lambda leaf: type(leaf).__name__, values[0])
     raise ValueError(
-        "the outputs of the micro-batches cannot be put together to that of the batch (the first: "
+        "the outputs of the micro-batches cannot be joined to that of the batch (the first: "
         f"{kinds}): let the last layer return tensors with the batch as first dimension, the "
         "same number in every micro-batch, and give train_step a loss_fn that sums"
     )

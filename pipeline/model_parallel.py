@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.block = block
 
     def forward(self, value: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        hidden, mask = value  # B T C; B 1 T T, or None if causal is all it is
+        hidden, mask = value  # B T C; B 1 T T, or None if it is only causal
         return self.block(hidden, attention_mask=mask), mask
 
 
@@ -73,7 +73,7 @@ class GPT2ModelParallel(GPT2Model):
         """
         self.deparallelize()
         self.device_map = _read_map(device_map, len(self.h))
-        self.to(memory_of(next(iter(self.device_map))))  # the first; some blocks go on:
+        self.to(memory_of(next(iter(self.device_map))))  # the first; some blocks move on:
         layers = []
         for device, numbers in self.device_map.items():
             for number in numbers:
@@ -101,7 +101,8 @@ class GPT2ModelParallel(GPT2Model):
     _finalize_pipeline_parallel = deparallelize
 
     def _set_pipe(self, pipe: Pipe | None) -> None:
-        """Not as a submodule: the blocks are in `h`, and would be in the state_dict twice."""
+        """Sets `h_pp`, not as a submodule: the state_dict would have the blocks, which are in `h`,
+        twice."""
         object.__setattr__(self, "h_pp", pipe)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -143,7 +143,7 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
             return before[k], [k]
 
         def costliest(c: int) -> float:
-            """With c layers before the last stage."""
+            """The cost of the costliest stage, with c layers before the last stage."""
             return max(best(c, n - 1)[0], before[k] - before[c])
 
         cut = min(range(n - 1, k), key=costliest)  # a layer per stage at least

@@ -9,9 +9,9 @@ m + n - 1 clocks. Autograd sees one function from the input and the parameters t
 backward runs the same clocks, last stage first, *on the workers*. Tied parameters,
 `torch.autograd.grad`, `retain_graph` and hooks after a gradient's accumulation work as on the
 plain Sequential; hooks on the gradient itself are refused. Second derivatives do not work.
-Forward-mode differentiation (`torch.autograd.forward_ad`) works with one stage alone, since torch
-keeps its state once per process. worker.py says which of the caller's modes hold. A Pipe runs one
-call at a time: a call from a second thread raises.
+Forward-mode differentiation (`torch.autograd.forward_ad`) works only with one stage, since torch
+keeps its state once per process. worker.py says which of the caller's modes hold in the workers. A
+Pipe runs one call at a time: a call from a second thread raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
@@ -101,7 +101,7 @@ class Pipe(nn.Module):
         self.partitions, self.devices = cut
         self._uncalled = [*holders(module), *self.partitions]
         self._forwards = WeightsMayWait(self.partitions, FAST_PATHS)
-        self._calls = Counter[Any]()  # by what is in training: elsewhere other layers draw
+        self._calls = Counter[Any]()  # by what trains: else different layers draw
         self._drawing = set[int]()  # layers, by number
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
@@ -148,8 +148,8 @@ class Pipe(nn.Module):
     def backward_all(
         self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
     ) -> Gradients:
-        """The clocks of `forward`, last stage first: its backward, run by autograd. The inputs'
-        `gradients` replace the outputs'; returns the parameters'."""
+        """The backward of `forward`, run by autograd: the same clocks, last stage first. In
+        `gradients` the inputs' replace the outputs'; returns the parameters'."""
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
         with self._crew.alone():
@@ -174,9 +174,9 @@ class Pipe(nn.Module):
 
         `schedule` may be one clock, whose pairs run at the same time, or all clocks of a forward
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
-        with it: nobody waits for the end of a clock. `stages`: of `forward`; on its own it makes
-        some. Outputs are where the next partition takes them. ValueError if a micro-batch leaves
-        out a partition on its way: it would wait for ever.
+        with it: nobody waits for the end of a clock. `stages`: those of `forward`; by default new
+        ones. Outputs are on the device where the next partition takes them. ValueError if a
+        micro-batch skips a partition on its way: it would wait for ever.
         """
         for i in dict(schedule):
             passed = [j for number, j in schedule if number == i]
@@ -191,11 +191,12 @@ class Pipe(nn.Module):
             batches[i] = None  # this list does not keep the input alive
         flow = Dataflow(stages, up, {}, self.recorder)
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
-        for i, j in dict(schedule).items():  # its last
+        for i, j in dict(schedule).items():  # the last
             batches[i] = up[j + 1].get(i)  # here already: _run_flow has waited
 
     def _channels(self, direction: int) -> dict[int, Channel]:
-        """For all boundaries, by the stage above: activations go up (1), gradients down (-1)."""
+        """A channel for each boundary, by the stage above: activations go up (1), gradients down
+        (-1)."""
         memories = [memory_of(device) for device in self.devices]
         inner = [channel_between(*ends[::direction]) for ends in pairwise(memories)]
         return dict(enumerate([LocalChannel(), *inner, LocalChannel()]))
@@ -214,8 +215,8 @@ class Pipe(nn.Module):
         return pairs
 
     def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> None:
-        """Each worker does the actions of its stages, in this order. Warns if somebody has used
-        torch's default generator, which layers that are looked at leave alone."""
+        """Each worker does the actions of its stages, in this order. Warns if torch's default
+        generator was used meanwhile, which watched layers leave alone."""
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
@@ -248,7 +249,7 @@ class Pipe(nn.Module):
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
         `num_microbatches`, micro-batches have `split_size` examples; `MicroBatches` are not cut
         again. If a stage raises, no `.grad` changes. Neither x nor `scale` may require a
-        gradient, and no parameter may have a hook on its own.
+        gradient, and no parameter may have a hook on its gradient.
         """
         inputs, targets = microbatch.cut_batch(x, target, num_microbatches, self.split_size)
         refuse_gradient(inputs, "the input", "call pipe(x), which is differentiated by it")
@@ -270,8 +271,8 @@ class Pipe(nn.Module):
             return losses.total()
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
-        """Calls `function(s)` for every stage s on its worker, in parallel, such as an optimizer's
-        step; returns the results."""
+        """Calls `function(s)`, such as an optimizer's step, for every stage s on its worker, in
+        parallel; returns the results."""
         return self._crew.run({s: partial(function, s) for s in range(len(self.devices))})
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:

@@ -62,7 +62,8 @@ def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:
-    """Takes the sums from the stages: per stage for its own parameters; the last for tied ones."""
+    """Takes the sums from the stages: for each stage those of its own parameters; then, as the last
+    entry, those of tied parameters."""
     own: list[Gradients] = []
     for stage in stages:
         taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())

@@ -15,8 +15,8 @@ as workers do: see worker.py.)
 `backward_input(i, dy)` and, later, `backward_weight(i)` do the same in two halves, see
 runtime/linear.py.
 
-Products leave their weights' gradients inside `linear.WeightsMayWait`, which whoever runs the
-stages enters: layers may be shared by stages of several threads.
+Products leave their weights' gradients for later only inside `linear.WeightsMayWait`. Whoever runs
+the stages enters it, since stages of several threads may share layers.
 
 Parameter gradients are summed here, in the order of the calls, not in `.grad`. They reach
 `.grad` once (`step.hand_over`): all at the end of the step or, with `deliver`, layer by layer
@@ -54,7 +54,7 @@ from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 
 class _Part:
-    """Layers that share a graph. `first_layer`: its number in the whole model."""
+    """Layers that share a graph. `first_layer`: the first one's number in the whole model."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         self.first_layer = first_layer
@@ -84,7 +84,7 @@ class Stage:
         index: of the stage.
         module: its layers.
         device: may be logical, e.g. cpu:1.
-        randomness: of the layers' draws; by default a thread's, always the same.
+        randomness: of the layers' draws; by default a thread's, with a fixed seed.
         first_layer: the number of layers on the stages before.
         recompute: a mode of runtime/recompute.py.
         num_microbatches: of the step; 0: unknown.
@@ -168,7 +168,7 @@ class Stage:
         at_once: bool = False,
         retain_graph: bool = False,
     ) -> list[Tensor | None]:
-        """`backward` without the weight gradients of matrix products, left to `backward_weight`.
+        """`backward` without the weight gradients of products, which `backward_weight` computes.
 
         `at_once`: they are computed part by part, before the gradients of the next part take
         memory.
@@ -178,8 +178,8 @@ class Stage:
         kept.later.at_once = at_once
         for part, graph in reversed(kept.graphs):  # dx is the next part's dy
             graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
-            # A checkpoint repeats a forward there, which must draw nothing new. To see each call of
-            # torch takes as long as a third of it.
+            # A checkpoint repeats a forward there, which must draw nothing new. Watching each call
+            # of torch takes a third as long as the backward.
             watched = self._draws.in_backward() if self.checked else nullcontext()
             with kept.later, watched:
                 gradients, new = graph.differentiate(part.parameters, gradients, retain_graph)

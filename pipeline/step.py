@@ -1,4 +1,4 @@
-"""What both pipes have in a step beside its actions: new stages, the loss, the way into `.grad`.
+"""What a step of both pipes has besides actions: new stages, the loss, the way into `.grad`.
 
 `Pipe` has all stages, each on its worker; `ProcessPipe` those of one rank. They differ in their
 channels, and in where random numbers come from.
@@ -64,12 +64,12 @@ def new_stages(
 
 
 def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:
-    """Whose results depend on the number of micro-batches."""
+    """Warns of batch norm, whose results depend on the number of micro-batches."""
     for m in (m for part in parts for m in part.modules()):
         if isinstance(m, _BatchNorm) and m.training:
             warnings.warn(
                 f"{type(m).__name__} in training takes the statistics of a micro-batch, and not of "
-                "the batch: take nn.GroupNorm, or one micro-batch, for what one process computes",
+                "the batch: take nn.GroupNorm, or one micro-batch, to match one process",
                 stacklevel=4,
             )
             return
@@ -86,7 +86,7 @@ class Losses(LocalChannel):
         self, stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
     ) -> None:
         super().__init__()
-        # The targets are the caller's, perhaps on another device than the outputs. All are moved
+        # The targets are the caller's, perhaps not on the device of the outputs. All are moved
         # before anything is launched that a copy could wait for.
         to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, stage.memory))
         self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]

@@ -5,7 +5,7 @@ neither would wait for the other's kernels. So during a call every worker uses t
 streams of all devices. Work on one stream runs in launch order, so no event is needed.
 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
-nodes do. They first wait for that thread's current streams, which in the end wait for them.
+nodes do. These streams first wait for that thread's current ones, which in the end wait for them.
 
 What a stage hands to another GPU goes through a `CopyingChannel`, which copies it on a stream of
 each end. On compute streams a copy would wait for all that its receiver has launched, and
@@ -70,7 +70,7 @@ class Streams:
 
 
 def channel_between(source: torch.device, target: torch.device) -> Channel:
-    """For stages whose tensors are in these memories. It copies if they are two GPUs."""
+    """A channel for stages whose tensors are in these memories. It copies if these are two GPUs."""
     copies = source != target and source.type == target.type == "cuda"
     return CopyingChannel(source, target) if copies else LocalChannel()
 
@@ -104,8 +104,8 @@ class CopyingChannel(LocalChannel):
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().to(self._target, non_blocking=True)
-        # The sender may free the tensor before the copy has run. Its memory then belongs to the
-        # compute stream, whose next kernel could take it: it will wait for the copy.
+        # The sender may free the tensor before the copy has run. Its memory belongs to the compute
+        # stream, whose next kernel could take it; now that kernel will wait for the copy.
         tensor.record_stream(self._streams[0])
         return copy.requires_grad_(tensor.requires_grad)
 
@@ -115,8 +115,8 @@ class CopyingChannel(LocalChannel):
         stream = cuda.current_stream(self._target)
         stream.wait_event(arrived)
         for tensor in tensors_of(value):
-            # Its memory belongs to the stream of copies, on which the next one could take it as
-            # soon as it is freed here, where that only means: launched. Now it will wait for what
-            # this stream has been given by then.
+            # Its memory belongs to the stream of copies. When it is freed here, its last kernels
+            # may only have been launched, and the next copy could take the memory. Now that copy
+            # will wait for what this stream has been given by then.
             tensor.record_stream(stream)
         return value

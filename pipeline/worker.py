@@ -7,8 +7,9 @@ copy. But grad mode, autocast, the default device, hooks on saved tensors and th
 as `FlopCounterMode`, are objects for one thread: under them a call is refused.
 
 Idea. `cpu:0` and `cpu:1` are *logical* devices: worker k of n binds itself to the k-th of n
-slices of this process' cores, and uses as many intra-op threads. Threads that OpenMP starts later
-inherit the binding. If the system cannot bind a thread (macOS), only the number of threads is set.
+slices of this process' cores, and uses an intra-op thread per core. Threads that OpenMP starts
+later inherit the binding. If the system cannot bind a thread (macOS), only the number of threads is
+set.
 
 Every task is answered, whatever it raises: `SystemExit` and `KeyboardInterrupt` are returned
 too, with their traceback, and the worker continues.
@@ -132,7 +133,7 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
             target=worker, args=(in_queue, out_queue, device), name=f"pipe-{device}", daemon=True
         )
         in_queue.thread = out_queue.thread = thread
-        if device in cpus:  # a Task may be refused: before the thread starts, which would stay
+        if device in cpus:  # before the thread starts: if the Task is refused, none stays behind
             in_queue.put(Task(partial(_take_cores, cpus.index(device), len(cpus))))
         thread.start()
         if device in cpus:

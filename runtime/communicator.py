@@ -1,38 +1,38 @@
-"""Exchanges within a group of ranks: through shared memory on one host, else the process group.
+"""Exchanges in a group of ranks: by shared memory on one host, otherwise by the process group.
 
 Problem. Exchanges in the middle of a layer have hardly any work to overlap with. On CPUs gloo
 copies every byte into the kernel and out again. Buckets of gradients and shards of parameters live
 as long as the model: a collective that returns a new tensor would copy them every time.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
-announces a tensor that lies there, and reads what it needs of the other ranks' tensors. Tensors
-that stay (`keep`), or are made to be summed (`take`), are allocated there and exchanged in place;
-all others are copied there first. Sums are taken in rank order, so every rank has the same bits. An
-announcement says which call it is, its turn, and the size and type of its tensor: ranks that make
-different calls end with an error. Whether ranks share a host is found out by trying, not inferred
-from their numbers. All other ranks, and GPUs, exchange through the process group: NCCL or gloo.
+rank announces a tensor that lies there, and reads what it needs of the other ranks' tensors.
+Tensors that stay (`keep`), or are made to be summed (`take`), are allocated there and exchanged in
+place; all others are copied there first. Sums are taken in rank order, so every rank has the same
+bits. An announcement names the call, its turn, and the size and type of its tensor, so ranks that
+make different calls end with an error. Whether ranks share a host is found out by trying, not
+inferred from their numbers. All other ranks, and GPUs, exchange through the process group: NCCL or
+gloo.
 
 Each call is started, and finished later. A process group sends in between. Through memory nothing
 happens in between: the tensor is announced when the call starts, and read and added up when it is
-finished, on the core that computes. All that an early start saves is waiting for a rank that is
-late.
+finished, on the core that computes. An early start only shortens the wait for a rank that is late.
 
     rank 0   backward of layer 2 | announce 2 | backward of layer 1 | sum 2, announce 1 | ...
     rank 1   backward of layer 2  | announce 2 | backward of layer 1  | sum 2, announce 1 | ...
 
-Sums of 16-bit numbers (autocast) are taken in fp32 and rounded once; rounded at every rank, small
-terms would vanish. For this the process group sends fp32; shared memory stays 16-bit. Not so where
-`sums_travel_narrow`, for activations of layers that are cut over tensor ranks: there the terms are
-few, of one size, and rounded to 16 bits already, so that a sum of t of them is off by some t/2 such
-roundings at most; fp32 would be twice the bytes, which everybody waits for. Megatron-LM and
+Sums of 16-bit numbers (autocast) are taken in fp32 and rounded once: if every rank rounded, small
+terms would vanish. So the process group sends fp32; shared memory stays 16-bit. The exception is
+`sums_travel_narrow`, for activations of layers that are cut over tensor ranks. There the t terms
+are few, of similar size, and rounded to 16 bits already, so their sum is off by at most some t/2
+such roundings. Every rank waits for these sums, and fp32 would be twice the bytes. Megatron-LM and
 torchtitan sum them in 16 bits, too. (Gradients have as many terms as there are replicas.)
 
 Gloo's own reduce-scatter is an all-reduce that throws most of the result away: 19.7 ms for 12.6 MB
 and two ranks of one machine. An all-to-all of the parts, added up here, takes 7.8 ms.
 
 Cost, W ranks, a tensor of G bytes: in a group each rank sends 2 G (W-1)/W for an all-reduce or a
-mean, half of that for the others; in memory it writes G, unless the tensor lies there, and reads up
-to W G.
+mean, half of that for other calls; through memory it writes G, unless the tensor lies there, and
+reads up to W G.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ Finish = Callable[[], Tensor]
 starts."""
 
 Started = tuple[Callable[..., object], Finish]
-"""How to wait for a collective, and how to make its result then."""
+"""How to wait for a collective, and how to make its result afterwards."""
 
 
 class StartedSum(NamedTuple):
-    """A sum of `x` that is not finished: what waits for it, and `sent`, or all ranks' memory,
+    """An unfinished sum of `x`: how to wait for it, and the tensor `sent`, or all ranks' memory
     `by_rank`."""
 
     x: Tensor
@@ -72,7 +72,7 @@ class StartedSum(NamedTuple):
 
 
 Lengths = Sequence[Sequence[int]]
-"""By sender and receiver."""
+"""Numbers of rows, by sender and receiver."""
 
 
 @dataclass(eq=False)
@@ -82,11 +82,11 @@ class Communicator:
 
     Args:
         group: their process group; None: this rank is alone.
-        recorder: is told of every collective. Through memory, of its start and of its end, since
-            nothing happens in between.
-        sums_travel_narrow: through the process group, sums of 16-bit numbers have 16 bits.
-        comm_dtype: the type in which `start_sum` sends and sums; by default their own. With it all
-            goes through the process group.
+        recorder: is told of every collective; through memory, of its start and its end separately,
+            since nothing happens in between.
+        sums_travel_narrow: the process group sends sums of 16-bit numbers in 16 bits.
+        comm_dtype: the type in which `start_sum` sends and sums; by default the tensor's own. If it
+            is given, everything goes through the process group.
 
     Attributes:
         rank, size: this rank's number in the group, and the number of ranks.
@@ -104,11 +104,11 @@ class Communicator:
         self._pools: dict[torch.device, Pool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickle: refused with a TypeError, if there are other ranks."""
+        """Refuses copies and pickling with a TypeError if there are other ranks."""
         if self.group is not None:
             raise TypeError(
-                "what meets other ranks cannot be copied or pickled, since a process group cannot: "
-                "copy the model before it is wrapped or cut over ranks, or its state_dict()"
+                "what communicates with other ranks cannot be copied or pickled, since a process "
+                "group cannot: copy the model before it is wrapped or cut, or its state_dict()"
             )
         return vars(self)
 
@@ -137,8 +137,8 @@ class Communicator:
     ) -> Finish:
         """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`. If
         `x` is lent by `take`, its memory goes back when the call is finished. Through shared
-        memory it goes back when an exchange that begins after that has been waited for: then all
-        ranks have read it.
+        memory it goes back later, when an exchange that starts after that has been waited for: by
+        then all ranks have read it.
 
         Args:
             into: memory for the result.
@@ -147,7 +147,7 @@ class Communicator:
         Raises:
             ValueError: the number of ranks does not divide that dimension.
         """
-        own = self.shard_of(x, dim)  # its rows might divide by chance, and wrong parts be sent
+        own = self.shard_of(x, dim)  # a check: rows might divide by chance, and send wrong parts
         target = torch.empty(own.shape, dtype=x.dtype, device=x.device) if into is None else into
 
         def send() -> Started:
@@ -163,7 +163,7 @@ class Communicator:
                 work = dist.reduce_scatter_single(terms[0], parts, **self._options)
 
             def result() -> Tensor:
-                if terms[0] is not target:  # else the sum is there
+                if terms[0] is not target:  # else the sum is there already
                     sum_into(target, terms, accumulate)
                 self._pool_of(x.device).give(x)
                 return target
@@ -201,7 +201,7 @@ class Communicator:
                 from `gather_numbers`.
 
         Returns:
-            What has the rows for this rank, those of rank 0 first.
+            A function that waits, and returns the rows for this rank, those of rank 0 first.
         """
 
         def send() -> Started:
@@ -253,12 +253,12 @@ class Communicator:
         return self._pool_of(device).take(numel, dtype)
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether what was started travels while this rank computes."""
+        """Whether a started exchange travels while this rank computes."""
         return self._memory_of(device) is None
 
     def start_sum(self, x: Tensor) -> StartedSum:
-        """Begins to replace a flat tensor from `keep` by its sum over the ranks; see `finish_sum`.
-        Call that once for each, in the order of the starts."""
+        """Begins to replace a flat tensor from `keep` by its sum over the ranks. Call `finish_sum`
+        once for each, in the order of the starts."""
         if self.size == 1:
             return StartedSum(x, lambda: None)
         memory = self._memory_of(x.device)
@@ -296,9 +296,9 @@ class Communicator:
                     other.copy_(terms[0])
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
-        """Begins to fill `whole` with all ranks' shards, from `keep`. `shard` may be this rank's
-        part of `whole`. No rank may change its shard before the next `barrier`. Through memory
-        shards are read at the end, without an announcement."""
+        """Begins to fill `whole` with all ranks' shards, which are from `keep`. `shard` may be this
+        rank's part of `whole`. No rank may change its shard before the next `barrier`. Through
+        memory shards are read at the end, without an announcement."""
         if self.size == 1 and shard.data_ptr() == whole.data_ptr():
             return lambda: None
         memory = self._memory_of(shard.device)
@@ -317,12 +317,12 @@ class Communicator:
         return finish
 
     def barrier(self, device: torch.device, number: int | None = None) -> None:
-        """All ranks have read what they need of my memory on the device, or written what I need of
-        theirs. Does not wait if ranks share no memory.
+        """Waits until all ranks have read what they need of this rank's memory on the device, and
+        have written what this rank needs of theirs. Does not wait if ranks share no memory.
 
         Args:
             number: must be the same on all ranks, such as how many steps have led to what is in the
-                memory. It is always waited for.
+                memory. If it is given, the ranks wait in any case.
         """
         memory = self._memory_of(device)
         if memory is not None:
@@ -361,7 +361,7 @@ class Communicator:
         read: Callable[[list[Tensor]], Tensor],
         lengths: Lengths = (),
     ) -> Finish:
-        """Starts a collective: `send` through the group, or else `read` makes the result of all
+        """Starts a collective: `send` through the group, or else `read` makes the result from all
         ranks' tensors in memory."""
         if self.size == 1:
             return lambda: read([x])

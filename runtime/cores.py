@@ -1,8 +1,8 @@
 """Deals the cores of a host out to its ranks, or the cores of a process to its workers.
 
-A container may have fewer cores' time than it sees cores: a quota of its cgroup, as `docker run
---cpus 2` sets it, which `os.sched_getaffinity` does not know. More threads than that make each
-other wait, so the quota counts as that many cores, rounded up.
+A container may be allowed less time than that of the cores it sees: its cgroup has a quota, such as
+`docker run --cpus 2` sets, which `os.sched_getaffinity` does not report. More threads than the
+quota make each other wait, so the quota counts as that many cores, rounded up.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
-    """The cores of slice `index`: this process' cores in `slices` equal, consecutive parts. With
-    more slices than cores they are assigned in snake order (0 1 1 0), so that in a mesh the first
-    and the last stage share a core: one of them works while the other waits. Empty if the system
-    does not report which cores a process may use (macOS)."""
+    """The cores of slice `index`, where this process' cores are cut into `slices` equal,
+    consecutive parts. If there are more slices than cores, cores are assigned in snake order
+    (0 1 1 0), so that in a mesh the first and the last stage share a core: one of them works while
+    the other waits. Empty if the system does not report which cores a process may use (macOS)."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: math.ceil(min(cpu_quota(), len(cores)))]
     each = cores_each or max(1, len(cores) // slices)
-    turn, first = divmod(index * each, len(cores))  # how often through all cores, and where
+    turn, first = divmod(index * each, len(cores))  # which pass over the cores, and where in it
     if turn % 2:
         cores.reverse()
     return [cores[(first + i) % len(cores)] for i in range(min(each, len(cores)))]
 
 
 def pin(cores: list[int]) -> None:
-    """Keeps the calling thread on these cores; not under a quota, which gives time and no cores:
-    all containers of a host would crowd on its first ones."""
+    """Pins the calling thread to these cores. Not under a quota, which grants time on any core:
+    pinned, all containers of a host would crowd on its first cores."""
     if cpu_quota() == math.inf:
         with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
             os.sched_setaffinity(0, cores)  # 0: the calling thread
@@ -42,8 +42,8 @@ def pin(cores: list[int]) -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Within it the calling thread, and those that it starts, may use all cores of the process that
-    has started this one, whose other children wait."""
+    """Inside `with` the calling thread, and threads that it starts, may use all cores of the parent
+    process, whose other children wait meanwhile."""
     if not hasattr(os, "sched_getaffinity"):
         yield
         return
@@ -67,8 +67,8 @@ def quota_note() -> list[str]:
 
 def cpu_quota(processes: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> float:
     """How many cores' time the cgroups of this process allow it; infinity without a limit. A limit
-    holds for a group and for all below it. In a container the group's own name may be that of the
-    host: the names that are not there are passed over."""
+    holds for a group and for all below it. In a container the group's name may be one that exists
+    only on the host: names that are not found are skipped."""
     quotas = [math.inf]
     with contextlib.suppress(OSError):
         for line in processes.read_text().splitlines():

@@ -1,21 +1,21 @@
-"""Attention within documents: rows hold several, and none sees another.
+"""Attention within documents: a row holds several documents, and none sees another.
 
-Problem. A row of plain text is filled with documents. A causal mask lets each see all that stand
-before it, which have nothing to do with it. A mask for every row says which keys a query may see,
-but a fused kernel that takes a mask computes all T^2 scores, where a causal one computes half.
+Problem. A row of plain text is filled with documents. A causal mask lets each document see all
+earlier ones, which have nothing to do with it. A mask for every row could say which keys a query
+may see, but a fused kernel that takes a mask computes all T^2 scores; a causal one computes half.
 
-Idea. A document is what follows its start, so one number for each position says it all: where its
-document starts in the row. Query t sees the keys from start[t] to t.
+Idea. One number for each position is enough: where its document starts in the row. Query t sees the
+keys from start[t] to t.
 
     ids      <end> a  b  <end> c  d  e  <end> f          a mask: t sees start[t] ... t
     start       0  0  0     3  3  3  3     7  7
 
-No score between documents is wanted, so rows are cut at starts into stretches of a few documents,
-each small enough to be computed with a mask, or of one document, which is causal.
+No score between documents is wanted, so rows are cut at starts into stretches. A stretch is either
+a few documents, short enough to be computed with a mask, or one document, which is causal.
 
-Cost of a row with documents of L positions: T L / 2 scores, where documents that see each other
-have T^2 / 2. Short rows, GPUs and compiled code, which wait for no numbers of the host's, have a
-mask and all T^2.
+Cost of a row with documents of L positions: T L / 2 scores; it would be T^2 / 2 if documents saw
+each other. Short rows use a mask and compute all T^2 scores. So do GPUs and compiled code, since
+to cut a row the host would have to wait for its starts.
 
 Shapes: B rows, T positions, H heads, E channels of a head.
 
@@ -34,13 +34,13 @@ STRETCH = 128  # positions, at least, of a stretch; docs/log.md has other values
 
 
 def starts_at(starts: Tensor, positions: Tensor) -> Tensor:
-    """[B, N]: where the documents start that N positions belong to. `starts`: of all positions of
-    the rows, [B, T]. What pads a row belongs to its last document."""
+    """[B, N]: where the documents of N positions start. `starts` says so for all positions of the
+    rows, [B, T]. Padding belongs to a row's last document."""
     return starts[:, positions.clamp(max=starts.size(1) - 1)]
 
 
 def seen(starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """[B, 1, N, S]: whether a query sees a key. N queries and S keys have these positions, and the
+    """[B, 1, N, S]: whether a query sees a key. `queries` and `keys` are N and S positions; the
     queries' documents start at `starts`, [B, N]."""
     return ((keys <= queries[:, None]) & (keys >= starts[..., None]))[:, None]
 
@@ -49,13 +49,13 @@ def in_stretches(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     """Attention of whole rows, [B, H, T, E], without dropout, on a CPU."""
     B, H, T, _ = q.shape
     of_row = torch.arange(0, B * T, T, device=starts.device)[:, None]
-    first = (starts + of_row).flatten()  # by position, rows in a line: a row starts a document
+    first = (starts + of_row).flatten()  # by position, rows end to end: a row starts a document
     edges = [0]
     for start in first.unique_consecutive().tolist():
         if start - edges[-1] >= STRETCH:
             edges.append(start)
     sizes = [b - a for a, b in zip(edges, [*edges[1:], B * T], strict=True)]
-    # Each stretch 1 H n E: of three dimensions no kernel is fused.
+    # Each stretch is 1 H n E: with three dimensions no fused kernel runs.
     lines = (x.transpose(0, 1).flatten(1, 2)[None].split(sizes, 2) for x in (q, k, v))
     results = []
     for of_q, of_k, of_v, begins in zip(*lines, first.split(sizes), strict=True):

@@ -16,9 +16,9 @@ torch's own dropout takes 1.0 to 1.5 ms; autograd keeps one byte per activation.
 
 On a GPU each pass is a kernel, and fused attention takes no mask. There torch's own kernels draw,
 from a generator seeded before each draw: by one number for all examples of the micro-batch, by the
-site, and by the first head or position that this rank holds. Masks are then equal wherever the
-micro-batch is, the site, and what the rank holds: in one process and in stages, for the residual
-stream also over tensor-parallel ranks. A batch that is cut differently has different masks.
+site, and by the first head or position that this rank holds. Masks are then equal if these three
+are equal: in one process and in stages, and for the residual stream also over tensor-parallel
+ranks. A batch that is cut differently has different masks.
 
 Shapes: B examples, T positions, C channels, H heads. The mixing constants are from Chris Wellons,
 "Prospecting for Hash Functions" (lowbias32).
@@ -47,7 +47,7 @@ def site_of(name: str) -> int:
 
 
 def mixed(number: int, site: int, index: int) -> int:
-    """A well-spread 63-bit seed for draws of a place, such as a layer and a micro-batch. `index`
+    """A well-spread 63-bit seed for draws at a place, such as a layer and a micro-batch. `index`
     is below 2^32. (The finaliser of splitmix64.)"""
     z = (number + 0x9E3779B97F4A7C15 * ((site << 32) + index + 1)) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -56,13 +56,13 @@ def mixed(number: int, site: int, index: int) -> int:
 
 
 Keys = Tensor | int | None
-"""[B], int64: a number per example and epoch, to hash. Or, on a GPU, one number, below 2^63, for
-all of them, to draw from. None: draw from torch's generator as it is."""
+"""[B], int64: a number per example and epoch, to hash. Or, on a GPU, one number below 2^63 for all
+examples, to seed draws. None: draw from torch's generator as it is."""
 
 
 Index = Tensor | int
-"""Where a part of a tensor is in the whole, along a dimension: the number of its first element, or,
-if they do not follow each other, the numbers of all."""
+"""Where a part of a tensor is in the whole, along a dimension: the number of its first element, or
+the numbers of all its elements, if these are not consecutive."""
 
 
 def dropout(x: Tensor, p: float, keys: Keys, where: int, *index: Index) -> Tensor:
@@ -106,10 +106,10 @@ def attention(
     """Attention with dropout on its weights: [B, H, T, E], the shape of the queries.
 
     Args:
-        mask: added to the scores, where p is 0; None: position t sees positions 0 to t.
+        mask: added to the scores, only if p is 0; None: position t sees positions 0 to t.
         p, keys, where: see `dropout`.
         first: the number of the first of these heads in the model.
-        starts: of the document of each position, [B, T], if none sees another
+        starts: where the document of each position starts, [B, T], if no document sees another
             (runtime/documents.py).
     """
     T = q.size(-2)
@@ -139,12 +139,12 @@ def attention(
 def drawn(
     draw: Callable[[], Tensor], device: torch.device, keys: Keys, where: int, first: int
 ) -> Tensor:
-    """What `draw` returns, from the generator, which `keys`, if it is a number, the place `where`
-    and the `first` head or position seed. Compiled code cannot seed: it draws from the
-    generator as it is. So does a stage on the CPU beside stages on GPUs: from its stage's."""
+    """What `draw` returns. If `keys` is a number, the generator is first seeded by it, by the site
+    `where`, and by the `first` head or position. Compiled code cannot seed: it draws from the
+    generator as it is. So does a CPU stage of a pipeline with GPUs, from the stage's generator."""
     if torch.compiler.is_compiling() or not isinstance(keys, int) or device.type == "cpu":
         return draw()
-    # Past the stage's own seeds (randomness.py). The host seeds: no kernel runs, and nobody waits.
+    # Bypasses the stage's seeds (randomness.py). The host seeds: no kernel runs, and nobody waits.
     with torch._C.DisableTorchFunction(), torch.random.fork_rng([device], device_type=device.type):
         seed_gpu(device, mixed(keys, where, first))
         return draw()  # afterwards the generator is as before

@@ -48,8 +48,8 @@ class Graph:
     ) -> Any:
         """`run(value)`, detached; `requires_grad` marks the leaves that are part of the graph.
 
-        `run` may write to the tensors of `value`: nobody else reads them. If somebody does, let
-        it work on a `copy`: the batch belongs to the caller, and its micro-batches share memory.
+        `run` may write to the tensors of `value`, if nobody else reads them. If somebody does, let
+        it work on a `copy`: a batch belongs to the caller, and its micro-batches share memory.
         A tensor that appears twice stays one tensor, and its gradient is found at its first
         position.
 
@@ -77,7 +77,7 @@ class Graph:
                 if id(result) not in left:
                     left[id(result)] = result.detach().requires_grad_(result.requires_grad)
         if training and checkpoint:
-            self.release()  # with y goes all that autograd keeps
+            self.release()  # frees y, and with it all that autograd keeps
             self._checkpoint = value, versions(value), Autocast()  # x, its writes so far
         return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 

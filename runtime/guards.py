@@ -1,22 +1,22 @@
-"""Refuses what a strategy that calls a model's layers one by one would get wrong in silence.
+"""Refuses models that would go wrong silently in a strategy that calls their layers one by one.
 
 Pieces of a model are joined by what their layers return: pytree finds the tensors, which are
 detached and handed on, and their gradients come back. Refused are
 
-- a tensor taken from elsewhere than a layer's input and parameters: from an attribute of another
-  layer, from a closure, from an object that pytree does not know. Its gradient is lost;
-- tensors that share memory and leave the piece side by side. Each is detached by itself, and
-  autograd forgets that one is a view of the other: after a write to one the other's gradient would
-  be wrong. Between processes each is a copy, and even the values would differ;
+- a tensor that is neither in a layer's input nor one of its parameters: from an attribute of
+  another layer, from a closure, from an object that pytree does not know. Its gradient is lost;
+- tensors that share memory and leave a piece together. Each is detached by itself, and autograd
+  forgets that one is a view of the other: after a write to one the other's gradient would be wrong.
+  Between processes each is a copy, and even the values would differ;
 - a change of a buffer, where the layer will run again for its backward;
-- hooks on modules that are never called, hooks on gradients that come in parts, and gradients of
-  what is given and not trained.
+- hooks on modules that are never called, hooks on gradients that come in parts, and an input, or a
+  scale of the loss, that requires a gradient.
 
 Cost: about 0.4 us per operator of the graph; a copy of the buffers, if layers run again.
 
 When. What layers hand on and write to (`guarded`) is looked at in checked steps: the first two of a
-pipe or of a sharded model, and every 16th (`is_checked`). So a layer that turns wrong later is
-found, at most 16 steps later. Hooks, and gradients of what is given, are looked for in every step.
+pipe or of a sharded model, and every 16th (`is_checked`). So a layer that goes wrong later is found
+at most 16 steps after that. Hooks, inputs and scales are looked at in every step.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def guarded(
     """Runs the layers of a piece, one after the other; returns what the last hands on.
 
     Args:
-        layers: by the name that an error calls them.
+        layers: by the name that an error message uses.
         run: computes layer k of them.
-        parameters: of all of them, those that are trained.
-        runs_again: whether they will, for their backward.
+        parameters: the trained parameters of all layers.
+        runs_again: whether the layers will run again, for their backward.
         checked: whether this pass is looked at; False only runs them.
 
     Raises RuntimeError or ValueError for what the head of this file names.
@@ -76,7 +76,7 @@ def guarded(
 
 
 class ForeignLeaves:
-    """Looks for them in the graph of a piece.
+    """Looks in a piece's graph for leaves that belong to neither its inputs nor its parameters.
 
     Args:
         inputs: what the first layer gets. What lies before it is not looked at.
@@ -85,7 +85,7 @@ class ForeignLeaves:
 
     def __init__(self, inputs: Any, parameters: Iterable[Tensor]) -> None:
         self._parameters = {id(p): p for p in parameters}  # kept alive, so that ids are unique
-        # Over all calls: a value's graph contains those before it.
+        # Over all calls: a value's graph contains those of the layers before it.
         self._seen = {get_gradient_edge(t).node for t in tensors_of(inputs) if t.requires_grad}
 
     def refuse(self, value: Any, who: str) -> None:
@@ -164,8 +164,8 @@ def refuse_gradient_hooks(
     """ValueError if one of the named parameters has a hook on its gradient.
 
     Args:
-        why: as "which would never run", and what to do.
-        also_after: those that run after it has been added to `.grad`, too.
+        why: the end of the message, such as "would never run", and what to do.
+        also_after: refuse also hooks that run after the gradient has been added to `.grad`.
     """
     for name, p in parameters:
         if p._backward_hooks or (also_after and p._post_accumulate_grad_hooks):

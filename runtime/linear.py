@@ -1,11 +1,11 @@
 """y = x w + b, whose weight gradient may wait: backward in two halves.
 
 Problem. In a pipeline, another stage waits for gradients of activations. Gradients of weights are
-needed at the end of the step, but autograd computes both, layer by layer, in one pass. It also
+needed only at the end of the step, but autograd computes both, layer by layer, in one pass. It also
 makes each weight's gradient for each micro-batch before adding it to the sum: with small
 micro-batches that takes a tenth of the second half.
 
-Idea. Nearly all work on weights is in products y = x w + b, and all layers of ours compute them by
+Idea. Nearly all work on weights is in products y = x w + b, and all our layers compute them by
 `linear`: whole matrices and those that are cut over ranks. While a stage runs a layer, `linear`
 uses an autograd function whose backward returns dx = dy w' at once and, instead of dw = x' dy and
 db = sum of dy, notes (x, dy). `WeightsLater.add_products` computes dw and db from the notes when
@@ -15,19 +15,20 @@ backward is the first half followed at once by the second, so the bits are the s
 Outside a stage, as in data parallelism, `linear` is torch's own function.
 
 During a step `WeightsMayWait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls
-`linear`. A `Product` may be another than this one matrix, as that of experts is: all have one
-autograd function.
+`linear`. A `Product` need not be by one matrix: that of experts is by several. All products have
+the same autograd function.
 
-Where each rank has some columns of w, dx is one of several addends. An `AroundProduct` starts their
-sum before the weight's gradient is computed, if that is computed at once.
+Where each rank has some columns of w, its dx is only one term of a sum over the ranks. An
+`AroundProduct` starts that sum before the weight's gradient is computed, if the latter is not left
+for later.
 
 Rejected: two calls of `torch.autograd.grad` over the same graph, first for the inputs and then for
 the parameters (as torch.distributed.pipelining does): they compute much of the path twice. A
 `TorchFunctionMode` that replaces products wherever they are called: it costs each torch call a
 microsecond, and does not see into autograd functions, such as those of cut layers.
 
-Cost: between the halves, x (which backward held anyway; gathered, if it was scattered) and dy of
-every product.
+Cost: x and dy of every product are held between the halves. (Backward held x anyway; it is gathered
+if it was scattered.)
 
 Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in pipeline/schedules/.
 Adding products directly to the sum: Megatron-LM's gradient accumulation fusion.
@@ -129,7 +130,7 @@ class Operands:
     bias: nn.Parameter | None  # None: there is none, or it is frozen
     x: Tensor  # R K
     dy: Tensor  # R N
-    exchanged: bool  # then dw is added when it is whole, as where it was computed at once
+    exchanged: bool  # then dw is computed, then added: the same bits as if computed at once
     dw: Tensor | None = None  # if it was computed at once
 
     @property
@@ -162,7 +163,7 @@ class Operands:
 class WeightsLater:
     """The gradients of one micro-batch in a stage, on their way to the totals over micro-batches.
 
-    Inside `with later:` the products of this thread leave their weights' gradients: their
+    Inside `with later:` the products of this thread leave their weights' gradients for later: their
     backwards append to `products`. A parameter with several gradients in the micro-batch (from
     several products, or from a product and something else) has them added up in `sums` first. So
     each parameter has one sum per micro-batch, in the order of the backward, whenever the halves
@@ -170,11 +171,11 @@ class WeightsLater:
 
     Args:
         totals: over micro-batches.
-        shared: parameters that get more elsewhere, as do those of products.
+        shared: parameters that get gradients elsewhere, too; theirs are added up in `sums` as well.
         casts: weights in autocast's type, kept for one step, as autocast does.
 
     Attributes:
-        at_once: whether the second half follows at once, so that it may run beside an exchange.
+        at_once: whether the second half follows at once, so that it may run during an exchange.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class WeightsLater:
 
 
 class _Thread(threading.local):
-    """Like grad mode, of each thread: where the weights' gradients are left; None: nowhere."""
+    """Per thread, like grad mode: where the weights' gradients are left; None: nowhere."""
 
     later: WeightsLater | None = None
 
@@ -267,8 +268,8 @@ def multiplied(
         # (no_grad) autocast would cast every weight anew for every micro-batch.
         cast = narrowed if later is None else later.cast
         x, w, b = narrowed(x), cast(weight), None if b is None else cast(b)
-    # Function.apply looks for torch.func's transforms, which takes as long as a small product. It
-    # is spared that where `_later_of` has looked.
+    # Function.apply looks for torch.func's transforms, which takes as long as a small product.
+    # `_apply` does not: `_later_of` has looked for them.
     apply = _Multiplied.apply if later is None else _apply
     y: Tensor = apply(x, weight, bias, w, b, product, exchange, later)
     return y
@@ -278,7 +279,7 @@ class WeightsMayWait:
     """Inside `with`, every `nn.Linear` and `Conv1D` in the modules computes by `linear`. That
     changes no result, and no name, and nothing outside.
 
-    For one thread at a time; but others may compute with the modules.
+    One thread at a time may enter it; other threads may compute with the modules meanwhile.
 
     Args:
         others: forwards for other classes, by their names.
@@ -314,7 +315,7 @@ def _as_conv1d(module: Any, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
-# Layers that compute x w + b and nothing else. What they are given may be given by its name.
+# Layers that compute x w + b and nothing else. Callers may pass the argument by its name.
 _LINEAR = {
     "torch.nn.modules.linear.Linear": _as_linear,
     "transformers.pytorch_utils.Conv1D": _as_conv1d,
@@ -369,7 +370,7 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """With an `exchange` this rank's dx is an addend, whose sum travels beside the product dw:
+        """With an `exchange` this rank's dx is a term of a sum that travels during the product dw:
 
         compute     dx = dy w' | dw = x' dy | dx goes on to the layer before
         exchange               start   sum(dx)   finish
@@ -393,7 +394,7 @@ class _Multiplied(torch.autograd.Function):
         finish = exchange.start_sum(dx) if exchange is not None and dx is not None else lambda: dx
         at_once = later is None or (exchange is not None and later.at_once)
         if at_once and ctx.needs_input_grad[1]:  # not if it is frozen
-            operands.dw = operands.gradient(weight)  # beside the sum
+            operands.dw = operands.gradient(weight)  # during the sum
         if later is not None:
             later.products.append(operands)
             return finish(), *(None,) * 7
@@ -407,7 +408,7 @@ _apply = super(torch.autograd.Function, _Multiplied).apply
 def _add(totals: Gradients, new: Gradients) -> None:
     """Adds the gradients to their totals, in one call for all.
 
-    The first one is copied: totals are written to, and its memory may be another gradient's, too.
+    A first gradient is copied: totals are written to, and its memory may be another gradient's too.
     (Autograd hands the same tensor to both terms of a sum.) A total has its parameter's strides.
     """
     known = [p for p in new if p in totals]

@@ -7,15 +7,15 @@
 
 Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
 Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
-per step, so they are furthest apart; those that share one copy of the model, in shards, are
-neighbours, so that a host can have it. Ranks that share sequences (cp) or experts (ep) meet in
-every layer, too, but outside the stages and matrices, so that each has pipelines of its own. The
-table of axes is axes.py.
+per step, so they are furthest apart; but those that share one copy of the model, in shards, are
+neighbours, so that one host can hold the copy. Ranks that share sequences (cp) or experts (ep)
+exchange data in every layer, too, but their axes lie outside pp and tp, so that each has pipelines
+of its own. The table of axes is in axes.py.
 
-Not torch's `DeviceMesh`: it cannot describe a single process without a process group; its groups
-wait half an hour; an axis with all ranks gets the default group, in which the training loop sums
-its losses, and not a group for itself; and axes that meet together cannot be asked for before they
-are flattened, by all ranks at once.
+Not torch's `DeviceMesh`, for four reasons. It cannot describe a single process without a process
+group. Its groups wait half an hour. An axis with all ranks gets the default group, in which the
+training loop sums its losses, instead of a group of its own. And a group over several axes exists
+only after all ranks together have flattened these axes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .axes import (
     sizes,
 )
 
-# The axes whose ranks meet in one group: each by itself, and those
+# The axes whose ranks have one group: each by itself, and these combinations
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
     BATCH_AXES,  # which have different parts of a batch
@@ -53,7 +53,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 
 class Axis(NamedTuple):
     """This rank's place on an axis, or on several: `rank` of `size`, and the `group` of the ranks
-    that differ from it there only; None: there is only one process."""
+    that differ from it only there; None if there is only one process."""
 
     rank: int = 0
     size: int = 1
@@ -76,12 +76,12 @@ class Mesh:
 def make_mesh(
     ranks: Mapping[str, int], timeout: float, more: Sequence[tuple[str, ...]] = ()
 ) -> Mesh:
-    """All ranks must call it together.
+    """Makes the groups of a run. All ranks must call it together.
 
     Args:
         ranks: their number on each axis; 1 on an axis that is left out.
         timeout: seconds a rank waits for the others in a collective.
-        more: further axes whose ranks meet in one group, beside those of `GROUPS`.
+        more: further combinations of axes whose ranks have one group, besides `GROUPS`.
 
     Raises:
         ValueError: the axes do not make up the number of ranks, or one is unknown.
@@ -102,8 +102,8 @@ def make_mesh(
         size = math.prod(shape[dim] for dim in meeting)
         # Every rank must help to make every group, in the same order.
         for members in mesh.permute(*apart, *meeting).reshape(-1, size).tolist():
-            # Axes with the same ranks share a group, but not if they meet within a layer:
-            # gradients are averaged while backward runs.
+            # Axes with the same ranks share a group. But axes that average gradients share none
+            # with axes that exchange in a layer: gradients are averaged while backward runs.
             key = (not {"dp", "shards"}.isdisjoint(axes) and size > 1, tuple(members))
             if key not in groups:
                 groups[key] = dist.new_group(members, timeout=timedelta(seconds=timeout))
@@ -113,7 +113,7 @@ def make_mesh(
                 messages = messages or between
     if "nccl" in dist.get_backend():
         # NCCL connects ranks in the first collective of a group. In backward that could wait for a
-        # GPU on which a message between stages waits.
+        # GPU that is waiting in a message between stages.
         for (_, ranks_of_group), group in groups.items():
             if len(ranks_of_group) > 1 and dist.get_rank() in ranks_of_group:
                 dist.all_reduce(torch.zeros((), device="cuda"), group=group)
@@ -124,7 +124,7 @@ def message_groups(members: Sequence[int], timeout: float) -> list[dist.ProcessG
     """Groups in which the ranks `members` send each other messages: one for the CPU's memory, and
     with NCCL one more per direction. All ranks of the world must call it together.
 
-    They are apart from other groups, because a rank that fails closes them, so that nobody waits.
+    They are groups of their own because a rank that fails closes them, so that nobody waits for it.
     """
     kinds = ["gloo", "nccl", "nccl"] if "nccl" in dist.get_backend() else ["gloo"]
     return [dist.new_group(members, timedelta(seconds=timeout), kind) for kind in kinds]

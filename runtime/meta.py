@@ -21,8 +21,8 @@ depend on nothing but the name, since a rank asks only for the tensors it holds 
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The names of parameters and buffers, by tensor: parts of the model have different names
-    for them. A tied parameter has the first of its names."""
+    """The names of parameters and buffers, by tensor, since a part of the model names them
+    differently. A tied parameter has the first of its names."""
     return {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 

@@ -1,7 +1,7 @@
-"""An exchange in the middle of a layer, beside the one that its gradient needs.
+"""An exchange in the middle of a layer, paired with the one that its gradient needs.
 
 Problem. A layer that is cut over ranks exchanges activations in forward, and gradients in backward.
-The first determines the second, and a mistake there gives a wrong gradient and no error.
+The first exchange determines the second. A mistake in the second gives a wrong gradient, no error.
 
 Idea. Over all ranks together an exchange is a linear map, and gradients go through its transpose.
 So exchanges are given in pairs, each the other's transpose, and one autograd function serves all:
@@ -27,13 +27,13 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def paired(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-    """there(x), whose gradient goes through `back`. All ranks call it together, and backward."""
+    """there(x), whose gradient goes through `back`. All ranks call it, and backward, together."""
     y: Tensor = _Paired.apply(x, there, back)
     return y
 
 
 def nothing(x: Tensor) -> Tensor:
-    """No exchange: what all ranks have alike."""
+    """No exchange, for a tensor that is equal on all ranks."""
     return x
 
 

@@ -3,8 +3,8 @@
 Allocating anew for each layer would cost a page fault per 4 KiB, and keeping memory for every layer
 would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of two.
 If at most k tensors are lent at a time, the largest of L bytes, the pool holds at most 4 k L bytes.
-Pages that are never written to take no memory. CUDA's own allocator keeps memory already; there a
-tensor is lent again and again, and has memory meanwhile.
+Pages that are never written to take no memory. CUDA's allocator already keeps freed memory. So
+there the pool keeps only tensors, which have memory while they are lent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Pool:
     """Lends flat tensors.
 
     Args:
-        allocate: makes as many bytes.
-        keeps: whether what is given back keeps its memory until it is lent again; else that is
-            freed, and only the tensor stays: views of it are views of what it gets next.
+        allocate: makes a tensor of that many bytes.
+        keeps: whether a returned tensor keeps its memory until it is lent again. Otherwise the
+            memory is freed and the tensor stays: its views are views of the memory it gets next.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], keeps: bool = True) -> None:
@@ -58,7 +58,7 @@ def private_pool(device: torch.device) -> Pool:
 
 
 def return_freed_memory() -> None:
-    """Has glibc's malloc return to the system what has been freed. It would keep it for blocks of
-    the same sizes, beside the memory of others."""
+    """Makes glibc's malloc return freed memory to the system. Otherwise malloc would keep it for
+    blocks of the same sizes, in addition to memory for other blocks."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

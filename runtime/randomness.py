@@ -3,15 +3,15 @@
 Problem. Torch has one default CPU generator for all threads. Two stages that draw their dropout
 masks from it at the same time get different masks in every run.
 
-Idea. Each (layer, micro-batch) has a seed of its own, made from one number of the step that comes
+Idea. Each (layer, micro-batch) has a seed of its own, made from one number per step, which is drawn
 from the caller's default generator. So `torch.manual_seed` governs every draw, and the same seed
 gives the same bits under every schedule and every cut of the layers (a cut by measured costs may
 differ from run to run).
 
-A process with one worker, a rank, seeds the default generators before each layer (`OfProcess`), and
-restores them after the step. Threads share the CPU's, so each stage has a generator of its own, and
-draws are redirected to it (`OfThread`). On a GPU, which only one worker uses, kernels draw from the
-device's generator, seeded and restored alike.
+A rank, which is a process with one worker, seeds the default generators before each layer
+(`OfProcess`), and restores them after the step. Threads share the CPU's default generator, so each
+stage has a generator of its own, and draws are redirected to it (`OfThread`). On a GPU, which only
+one worker uses, kernels draw from the device's generator, seeded and restored in the same way.
 
 How draws are redirected. Torch tags every operator that draws. A `TorchFunctionMode` is
 thread-local and sees each torch function called from Python. Tagged functions run under a
@@ -24,19 +24,21 @@ for a GPT-2 block), patching `torch.nn.functional` (global), a lock around the d
 
 Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and Python itself.
 
-Cost: a few microseconds per torch call in Python, which a property of a tensor is, too; ten times
-that per kernel inside a function that may draw (recurrent layers: per step of the sequence). Of
-torch's functions in Python the names in their code tell whether they may. So between checked steps
-(guards.py) only layers that have drawn are looked at. A layer that begins to draw there draws from
-the default generator, and `Pipe` sees it at the step's end: its masks are left to timing once. What
-is recomputed is always looked at: other masks in its second forward would make gradients wrong.
+Cost: a few microseconds per torch call from Python, including reads of a tensor's property; ten
+times that per kernel inside a function that may draw (in recurrent layers: per step of the
+sequence). Whether a Python function of torch's may draw is told by the names in its code. To save
+that cost, between checked steps (guards.py) only layers that have drawn before are watched. A layer
+that begins to draw then draws from the default generator, and `Pipe` sees it at the step's end: in
+this one step its masks depend on timing. Layers that are recomputed are always watched: different
+masks in the second forward would make gradients wrong.
 
 Where a mode is on, torch's own transformer layers do not take the fast path that they take in
-evaluation. It draws nothing, so there the mode is off (`FAST_PATHS`), whether a step is checked or
-not: the fast path leaves padded positions 0, and the other one does not.
+evaluation. This path draws nothing, so the mode is off for it (`FAST_PATHS`), whether a step is
+checked or not: the fast path leaves padded positions 0, and the slow one does not.
 
-Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
-make its gradients wrong, so a draw raises there, in checked steps. Only calls from Python are seen.
+Backward draws nothing, unless it repeats a forward (activation checkpointing). Different masks
+would make its gradients wrong, so a draw raises there, in checked steps. Only calls from Python are
+seen.
 
 A layer may seed a draw itself (dropout.py): there the stage's seed is not used.
 """
@@ -74,7 +76,7 @@ class OfProcess:
         self._device, self._seed = device, seed
 
     def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
-        """For a layer's forward."""
+        """The context of a layer's forward."""
         del checked  # whatever draws finds the generators seeded
         seed = mixed(self._seed, layer, microbatch)
         torch.default_generator.manual_seed(seed)
@@ -104,7 +106,8 @@ class OfThread(TorchFunctionMode):
         self.generator: torch.Generator | None = None  # None: in a backward
 
     def of(self, layer: int, microbatch: int, checked: bool) -> AbstractContextManager[object]:
-        """For a layer's forward. If it has drawn nothing yet, it is only looked at if `checked`."""
+        """The context of a layer's forward. A layer that has drawn nothing yet is watched only if
+        `checked`."""
         seed = mixed(self._seed, layer, microbatch)
         self.generator = self._generator.manual_seed(seed)
         seed_gpu(self._device, seed)
@@ -153,8 +156,8 @@ class _Kernels(TorchDispatchMode):
         if device.type != "cpu":
             return func(*args, **kwargs)  # from the device's generator, seeded
         self._note()
-        # For functions without the argument, such as rand, another overload takes it. Where none
-        # does, as of native_dropout, torch raises.
+        # A function without this argument, such as rand, has another overload that takes it. Where
+        # none does, as of native_dropout, torch raises.
         return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
 
 
@@ -163,7 +166,7 @@ def _may_draw(func: Any) -> bool:
     """Whether a function called from Python, or a kernel, may draw: by the tags of its operators,
     if any."""
     if isinstance(func, FunctionType):
-        # Of torch's own, the names in its code tell; what another calls inside is unknown.
+        # Names in the code of torch's own functions tell. What others call inside is unknown.
         own = func.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor")
         return not own or any(map(_is_tagged, _names_in(func, {func})))
     if isinstance(func, OpOverload):
@@ -181,8 +184,8 @@ def _is_tagged(name: str) -> bool:
 
 
 def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
-    """The names in its code, and in that of the functions of its module that it names, or, as a
-    choice of two by a flag, has in its closure."""
+    """The names in a function's code, and in the code of functions of its module that it names or,
+    where torch chooses one of two by a flag, has in its closure."""
     names = set(func.__code__.co_names)
     named = [func.__globals__.get(name) for name in names]
     for inner in (*named, *(cell.cell_contents for cell in func.__closure__ or ())):
@@ -195,13 +198,13 @@ def _names_in(func: FunctionType, seen: set[FunctionType]) -> set[str]:
 
 
 def _out_of_sight(module: nn.Module, *given: Any, **kwargs: Any) -> Any:
-    """A module's own forward, without a mode where it draws nothing."""
+    """A module's own forward, with the mode off where it draws nothing."""
     may_draw = (m.training or not m.__module__.startswith("torch.nn.") for m in module.modules())
     with nullcontext() if any(may_draw) else torch._C.DisableTorchFunction():
         return type(module).forward(module, *given, **kwargs)
 
 
-# Forwards by which transformer layers of torch take their fast paths, looked at or not.
+# Forwards with which torch's transformer layers take their fast paths, watched or not.
 FAST_PATHS = {
     f"torch.nn.modules.{name}": _out_of_sight
     for name in (

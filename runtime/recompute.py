@@ -13,13 +13,13 @@ Kept by each of K stages, for L layers and M micro-batches of a batch of N examp
     sqrt          N sqrt(L/K)  +  N/M sqrt(L/K)  the inputs of segments; of one segment, the rest
 
 Where one micro-batch is held at a time (one stage, data parallelism, shards) a segment per stage
-saves nothing: `always` recomputes layer by layer there, all but the last, whose backward is next.
+saves nothing: there `always` recomputes layer by layer, except the last, whose backward is next.
 
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
 a stage seeds them for each layer and micro-batch (randomness.py), elsewhere the generators are
 restored. A segment works on a copy of its input, so it may write to it. A layer that changes its
-buffers would change them twice, and is refused (guards.py). (Whole models are this project's
-own; none of their layers does either.)
+buffers would change them twice, and is refused (guards.py). (Whole models are this project's own:
+their layers neither write to their inputs nor change buffers.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/gathered_layer.py       the same, a layer being a segment

@@ -3,13 +3,13 @@
 Problem: on one machine gloo sends through the loopback interface. The kernel copies every byte in
 and out; with one core per rank, these copies take the core that should compute.
 
-Idea: ranks put their data in memory that the others can read. Only the announcement that it is
+Idea: ranks put their data in memory that the others can read. Only an announcement that the data is
 ready is sent: eight bytes, through a pipe to each other rank. The system closes a pipe when its
 process ends, in whatever way, so a rank that waits for it notices.
 
-Cost: an announcement takes 20 microseconds between two ranks, where an all-reduce of gloo takes
-400 to 700. A stretch has more room than the host has memory for; the system allocates each page
-when it is first written to.
+Cost: an announcement takes 20 microseconds between two ranks; an all-reduce of gloo takes 400 to
+700. A stretch is larger than the host's memory; the system allocates each page when it is first
+written to.
 
 Reuse: memory of an exchange is free when all ranks have read it. All ranks make the same calls in
 the same order. If this rank has read the memory of call j before it announces call k, so has every
@@ -19,8 +19,8 @@ other; so when all have announced call k, the memory of call j is free:
     rank 1   write A | announce | read A's | write B | announce | read B's | write A | ...
 
 Ownership: the memory (a memfd) and the pipes are anonymous, and are freed with the last process
-that has them, however that process ends. Descriptors of them go to the other ranks through sockets
-of an abstract name (Linux alone). On other systems, or where a rank cannot be reached by such a
+that has them, however that process ends. Their descriptors go to the other ranks through sockets
+with abstract names (only on Linux). On other systems, or where a rank cannot be reached by such a
 name, as on another host, `SharedMemory.open` returns None.
 """
 
@@ -63,7 +63,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class SharedMemory:
-    """One stretch of memory per rank, each mapped by all ranks; and what says that it is written.
+    """One stretch of memory per rank, each mapped by all ranks; and pipes that announce writes.
 
     Args:
         files: descriptors of the memory, by rank.
@@ -89,8 +89,8 @@ class SharedMemory:
         self.pool = Pool(lambda nbytes: self.keep(nbytes, torch.uint8))
         self._taken = 0  # bytes of this rank's memory, see `keep`
         self._turn = 0  # announcements so far
-        # Announcements that are not waited for: the turn, what was said, and memory: what all have
-        # read by then, and what they read in this call.
+        # Announcements not yet waited for: the turn, what was said, the memory that all ranks have
+        # read by then, and the memory that they read in this call.
         self._announced: deque[tuple[int, bytes, list[Tensor], Tensor | None]] = deque()
         self._done: list[Tensor] = []  # memory that this rank has read in all ranks
         for file in chain(*(ends.values() for ends in (self.files, self.inboxes, self.outboxes))):
@@ -125,7 +125,7 @@ class SharedMemory:
                 inboxes[to], outbox = os.pipe()
                 outbound.connect(names[to])
                 socket.send_fds(outbound, [rank.to_bytes(4, "big")], [files[rank], outbox])
-                os.close(outbox)  # only the other can write now, so that its end shows
+                os.close(outbox)  # only the other can write now, so its end is noticed
                 sender, descriptors, *_ = socket.recv_fds(inbound, 4, 2)
                 r = int.from_bytes(sender, "big")
                 files[r], outboxes[r] = descriptors
@@ -133,20 +133,20 @@ class SharedMemory:
 
     def announce(self, *call: object, read: Tensor | None = None) -> Wait:
         """Tells all ranks that this one has written its memory, and in which call: its kind, size,
-        type. Returns what waits until all have said the same.
+        type. Returns a function that waits until all have said the same.
 
         Args:
             read: memory that the others read in this call, and that this rank then gives back.
 
         Raises:
-            dist.DistError: a rank has left so many announcements unheard that its pipe is full, for
-                longer than the group waits.
+            dist.DistError: the pipe to a rank has been full of unread announcements for longer than
+                the group waits.
         """
         self._turn += 1
         said = blake2b(repr((self._turn, call)).encode(), digest_size=8).digest()
         for rank, outbox in self.outboxes.items():
             self._poll(rank, outbox, select.POLLOUT)
-            with suppress(BrokenPipeError):  # it has ended: waiting says so
+            with suppress(BrokenPipeError):  # that rank has ended: `_wait` says so
                 os.write(outbox, said)
         done, self._done = self._done, []
         self._announced.append((self._turn, said, done, read))
@@ -154,8 +154,8 @@ class SharedMemory:
 
     def _wait(self, turn: int) -> None:
         """Waits until all ranks have made the announcement of this turn. Each has then read what it
-        needed before. Older ones that nobody has waited for, since their calls ended with an error,
-        come first in the pipes, and are not mistaken for this one.
+        needed before. Older announcements that nobody has waited for, since their calls ended with
+        an error, come first in the pipes, and are not mistaken for this one.
 
         Raises:
             dist.DistError: a rank has ended, or is silent for longer than the group waits.
@@ -163,7 +163,7 @@ class SharedMemory:
         """
         while self._announced and self._announced[0][0] <= turn:
             _, said, done, read = self._announced.popleft()
-            heard = {self._hear(r) for r in self.inboxes}  # of all, though one differs
+            heard = {self._hear(r) for r in self.inboxes}  # of all, even if one differs
             require_agreement(heard <= {said})
             for memory in done:
                 self.pool.give(memory)
@@ -202,8 +202,8 @@ class SharedMemory:
             lengths: by sender and receiver, the number of rows, if ranks share different numbers.
 
         Returns:
-            All ranks' tensors, by rank, and what waits for them: to be read after that, and before
-            another exchange starts. Memory of the pool goes back when all have read it.
+            All ranks' tensors, by rank, and a function that waits for them. Read them after that,
+            and before another exchange starts. Memory of the pool goes back when all have read it.
         """
         shapes = [(sum(row), *x.shape[1:]) for row in lengths] or [tuple(x.shape)] * len(self.maps)
         own = x if self._has(x) else self.pool.take(max(1, *map(prod, shapes)), x.dtype)
@@ -224,7 +224,7 @@ class SharedMemory:
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on: a storage of its own, since a
         copied or saved tensor takes its whole storage along."""
-        count = max(1, numel)  # as many, since none would be refused
+        count = max(1, numel)  # at least one: 0 would be refused
         return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=offset)[:numel]
 
     def _offset_of(self, x: Tensor) -> int:

@@ -16,7 +16,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """`x` as autocast, where that is on, gives it to a product: float64 stays as it is."""
+    """`x` in the type that autocast, where it is on, gives to products; float64 stays as it is."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -35,11 +35,11 @@ def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def sum_into(target: Tensor, terms: Sequence[Tensor], accumulate: bool = False) -> None:
-    """Writes the sum of the terms into the target, or adds it to that (`accumulate`). The target
-    may be one of the terms. On a CPU works on chunks of rows that stay in cache."""
+    """Writes the sum of the terms into the target, or adds it to what is there (`accumulate`). The
+    target may be one of the terms. On a CPU it works on chunks of rows that stay in cache."""
     rows = ELEMENTS_AT_ONCE * len(target) // max(1, target.numel())
     rows = max(1, rows if target.device.type == "cpu" else len(target))
-    # Built up in the target, a sum takes half the time.
+    # A sum that is built up in the target takes half the time.
     direct = not accumulate and target.dtype == wide(target) == terms[0].dtype
     direct = direct and target.data_ptr() not in [term.data_ptr() for term in terms[2:]]
     for begin in range(0, len(target), rows):

@@ -19,7 +19,7 @@ def set_timeouts(seconds: float) -> None:
 
 
 def time_out_of(group: dist.ProcessGroup | None) -> timedelta:
-    """How long a rank waits for another of this group, gloo's."""
+    """How long a rank waits for another of this group, through gloo."""
     members: Any = group or dist.group.WORLD
     time_out: timedelta = members._get_backend(torch.device("cpu")).options._timeout
     return time_out

@@ -1,6 +1,6 @@
 """Collectives between the ranks that share a layer, and their gradients.
 
-A layer need only write its forward: each collective stands beside the one of its backward
+A layer writes only its forward: each collective is paired with that of its backward
 (runtime/paired.py). There are two pairs, to be used in either direction:
 
     function        forward             backward            where
@@ -9,9 +9,9 @@ A layer need only write its forward: each collective stands beside the one of it
     gather          all-gather          reduce-scatter      the same places, if each rank has a
     scatter         reduce-scatter      all-gather          part of the sequence in between
 
-A column-parallel matrix writes its backward, too: its collective is started before its second
-product and finished after it (`linear` in runtime/linear.py). Through a process group it travels in
-between; through shared memory a rank only waits less for one that is late.
+A column-parallel matrix writes its backward, too: the collective is started before the second
+product of the backward and finished after it (`linear` in runtime/linear.py). Through a process
+group it travels in between; through shared memory a rank only waits less for one that is late.
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `all_reduce`);
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`,

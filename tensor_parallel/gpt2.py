@@ -80,10 +80,10 @@ class TensorShard:
         return [(k * block + start, min(length, block - start)) for k in range(self.blocks)]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of the whole parameter, and zeros, so that all ranks' have one size."""
+        """The rank's part of the whole parameter, padded with zeros to the size of rank 0's."""
         ranges = torch.cat([whole.narrow(self.dim, *at) for at in self.ranges], self.dim)
         sizes = list(whole.shape)
-        length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of a range, of rank 0
+        length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of one range on rank 0
         sizes[self.dim] = self.blocks * length - ranges.size(self.dim)
         return torch.cat([ranges, whole.new_zeros(sizes)], self.dim)
 
@@ -123,7 +123,7 @@ def cut_matrices(
             matrices. The number of ranks must divide the positions.
 
     Returns:
-        By name, this rank's part of each cut parameter; the others it has whole. With
+        By name, this rank's part of each cut parameter; the rank has all others whole. With
         `sequence_parallel` the gradients of whole parameters must be summed over the ranks.
 
     Raises:
@@ -195,8 +195,8 @@ class VocabularyParallelHead(nn.Module):
 
 
 class HeadAndLoss(nn.Module):
-    """Final norm, and loss or logits. Takes `Sequences` of training/tasks/gpt2.py, and uses their
-    hidden states at targets alone.
+    """Final norm, and loss or logits. Takes `Sequences` of training/tasks/gpt2.py, and uses only
+    their hidden states at targets.
 
     With labels it returns the summed loss, a scalar on every rank, or without grad mode the three
     numbers of `loss.measure`. Without labels it returns this rank's logits, [N, rows].

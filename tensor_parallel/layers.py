@@ -13,10 +13,10 @@ The bias of a row-parallel layer is added once, after the sum.
 
 With `sequence_parallel` each rank holds some positions of the activations between such pairs
 (norms, dropout, the residual stream): the sum after a pair is scattered over the sequence and
-gathered before the next pair. These activations take 1/t of the memory. As many bytes are sent,
-plus, in backward, the inputs of column-parallel matrices once more.
+gathered before the next pair. These activations take 1/t of the memory. The same number of bytes is
+sent; in backward, the inputs of column-parallel matrices are sent once more.
 
-Backward of a column-parallel matrix: each rank has an addend of dx, whose sum travels while it
+Backward of a column-parallel matrix: each rank has one term of dx. Their sum travels while the rank
 computes dw (through a process group; through shared memory a rank only waits less for a late one):
 
     compute     dx = dy w' │ dw = x' dy              │ dx goes on to the layer before
@@ -81,7 +81,7 @@ class ColumnParallelLinear(_CutLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         ranks = self.ranks
-        if self.scattered:  # what is kept for backward is this rank's positions, and gathered again
+        if self.scattered:  # kept for backward: this rank's positions, which are gathered again
             exchange = AroundProduct(
                 partial(ranks.all_gather, dim=SEQUENCE),
                 partial(ranks.start_reduce_scatter, dim=SEQUENCE),
@@ -134,4 +134,4 @@ class VocabularyParallelEmbedding(_CutLayer):
         local = ids - self.ranks.rank * len(self.weight)  # [B, T]: rows here, or outside
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 as a stand-in
-        return self.summed(rows.masked_fill(elsewhere[..., None], 0))  # zeros, but on one rank
+        return self.summed(rows.masked_fill(elsewhere[..., None], 0))  # zeros, except on one rank

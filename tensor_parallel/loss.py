@@ -45,13 +45,13 @@ def head_loss(
         hidden: [N, C], the same on all ranks. Each rank gets its part of the gradient; `replicate`
             sums them.
         weight: [rows, C], this rank's rows of the output embedding.
-        labels: [N], the token to predict at each position. Of one that no rank has, such as -100,
-            the loss is infinite.
+        labels: [N], the token to predict at each position. For a token that no rank has, such as
+            -100, the loss is infinite.
         first: the token of the first row.
 
     Raises ValueError if the rank has no rows.
     """
-    # Cast once, and not for each chunk.
+    # Cast once, not for each chunk.
     loss: Tensor = _HeadLoss.apply(narrowed(hidden), narrowed(weight), labels, ranks, first)
     return loss
 
@@ -109,8 +109,8 @@ def measure(
 
 def argmax(logits: Tensor, num_tokens: int, ranks: Communicator, first: int) -> Tensor:
     """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
-    `logits`: [N, rows], this rank's, for the tokens from `first` on. Raises ValueError if no token
-    is below."""
+    `logits`: [N, rows], this rank's, for the tokens from `first` on. Raises ValueError if there is
+    no such token."""
     if num_tokens < 1:
         raise ValueError(f"the largest logit of {num_tokens} tokens: 1 or more work")
     known = logits[:, : max(0, num_tokens - first)]  # may be empty: [N, 0]
@@ -131,7 +131,7 @@ class _Chunk(NamedTuple):
     log_sum: Tensor  # [n]: logsumexp of all ranks' logits
     at_label: Tensor  # [n]: the label's logit, from the rank that has it
     column: Tensor  # [n, 1]: the label's place among this rank's tokens; any, if it is elsewhere
-    is_own: Tensor  # [n]: whether this rank has it
+    is_own: Tensor  # [n]: whether this rank has the label
     losses: Tensor  # [n]
 
     @classmethod

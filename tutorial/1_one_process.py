@@ -2,8 +2,8 @@
 
     python tutorial/1_one_process.py
 
-The text is lines "German = English", so predicting the next word means translating. The losses of
-all chapters are equal to 1e-14. It grows into training/tasks/gpt2.py and training/loop.py.
+The text is lines "German = English", so predicting the next word means translating. Every chapter's
+losses agree with one process to 1e-14. Full versions: training/tasks/gpt2.py, training/loop.py.
 """
 
 import os
@@ -31,7 +31,7 @@ def read_text() -> tuple[Tensor, int]:
 
 
 def get_batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs (B, T) and targets (B, T), shifted by one word. Depends only on the step."""
+    """Inputs (B, T) and targets (B, T), shifted by one word. They depend only on the step."""
     starts = torch.randint(len(text) - T, (B, 1), generator=torch.Generator().manual_seed(step))
     rows = text[starts + torch.arange(T + 1)]  # (B, T + 1)
     return rows[:, :-1], rows[:, 1:]
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
     def __init__(self, V: int) -> None:
         super().__init__()
         self.wte, self.wpe, self.positions = nn.Embedding(V, C), nn.Embedding(T, C), torch.arange(T)
-        nn.init.normal_(self.wte.weight, std=C**-0.5)  # also the head's: logits of about 1
+        nn.init.normal_(self.wte.weight, std=C**-0.5)  # the head's, too: logits are about 1
         nn.init.normal_(self.wpe.weight, std=C**-0.5)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(self.ln_1(x)).unflatten(-1, (3, -1, C // H)).permute(2, 0, 3, 1, 4)
-        a = self.attend(*qkv)  # like q, k and v each: (B, H, T, C/H)
+        a = self.attend(*qkv)  # (B, H, T, C/H), as q, k and v are
         x = x + self.c_proj(a.transpose(1, 2).flatten(2))  # (B, T, C): heads side by side
         return x + self.mlp(self.ln_2(x))
 
@@ -86,13 +86,13 @@ def build_model(V: int) -> nn.Sequential:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logits (B, T, V), targets (B, T) -> (), the mean over all words; ln V = 7.3 for guessing."""
+    """Logits (B, T, V), targets (B, T) -> (), the mean over words; guessing gives ln V = 7.3."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def train(build=build_model) -> list[float]:
     """The loss of every step."""
-    torch.set_num_threads(1)  # a core per process, here as in the later chapters
+    torch.set_num_threads(1)  # one core per process, as in all chapters
     text, V = read_text()
     model = build(V)
     optimizer, losses = torch.optim.AdamW(model.parameters(), LEARNING_RATE), []

@@ -9,10 +9,11 @@ so the weights stay equal and are never sent.
     rank 0   rows 0 to 3   forward  backward   all-reduce   optimizer
     rank 1   rows 4 to 7   forward  backward   all-reduce   optimizer
 
-There are two ways: after backward, one parameter at a time; or while backward still runs. Left out:
-batches that W does not divide, for which the mean of the ranks' means is not the mean of all rows.
+There are two ways to average: after backward, one parameter at a time, or while backward still
+runs. Left out: batches that W, the number of ranks, does not divide. There the mean of the ranks'
+means is not the mean of all rows.
 
-It grows into data_parallel/gradients.py (few large buckets instead of many parameters),
+Full versions: data_parallel/gradients.py (a few large buckets instead of many parameters),
 data_parallel/dataset.py (the rows of each rank) and training/launch/launch.py (ranks that fail).
 """
 
@@ -57,11 +58,11 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def average_during_backward(model: nn.Module) -> list[dist.Work]:
-    """Call once. From then on each all-reduce starts as soon as backward has finished its gradient.
+    """Call once. Backward then starts each gradient's all-reduce as soon as the gradient is ready.
 
     Backward continues with earlier layers while the gradients travel. The returned list collects
     the running all-reduces; the optimizer must wait for them. Collectives are matched by their
-    order: all ranks run the same backward, so they start them in the same order.
+    order. All ranks run the same backward, so all start their all-reduces in the same order.
     """
     started = []
 
@@ -77,7 +78,7 @@ def average_during_backward(model: nn.Module) -> list[dist.Work]:
 def train(rank: int, overlap: bool) -> list[float]:
     """The loss of every step, over the whole batch."""
     text, V = one.read_text()
-    model = one.build_model(V)  # the same seed everywhere; else broadcast rank 0's
+    model = one.build_model(V)  # the same seed everywhere; else broadcast rank 0's weights
     optimizer = torch.optim.AdamW(model.parameters(), one.LEARNING_RATE)
     started = average_during_backward(model) if overlap else []
     losses = []

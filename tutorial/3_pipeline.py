@@ -3,9 +3,10 @@
     python tutorial/3_pipeline.py
 
 What differs from chapter 2: the ranks divide the layers, not the rows. Stage s sends its output to
-stage s+1 and gets back the gradient of that output. Its backward starts there, as it starts at
-`loss` elsewhere. With a single batch one stage would wait while the other works; with M
-micro-batches both work. In which order? F2 is the forward of micro-batch 2:
+stage s+1 and gets back the gradient of that output. Its backward starts from that gradient, as the
+last stage's starts from the loss. If the batch were not cut, one stage would wait while the other
+works; with M micro-batches both work. In which order? F2 and B2 are the forward and backward of
+micro-batch 2, and a dot means waiting:
 
     GPipe     stage 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3
               stage 1   .  F0 F1 F2 F3 B0 B1 B2 B3 .
@@ -13,12 +14,12 @@ micro-batches both work. In which order? F2 is the forward of micro-batch 2:
     1F1B      stage 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3
               stage 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .
 
-Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B of at most W.
-`python project/report.py --explore` writes a page on which you move these actions, and see what
-that breaks or costs.
-Left out: layers that W does not divide, and stages of unequal cost.
+Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B those of at most W,
+the number of stages. `python project/report.py --explore` writes a page on which you move these
+actions, and see what that breaks or costs.
+Left out: a number of layers that W does not divide, and stages of unequal cost.
 
-It grows into pipeline/schedules/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
+Full versions: pipeline/schedules/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
 pipeline/processes/process.py (a rank per stage).
 """
 
@@ -41,7 +42,7 @@ def gpipe() -> Schedule:
 
 
 def one_f_one_b() -> Schedule:
-    """One forward ahead per later stage; then a backward after each forward."""
+    """First one forward for each later stage, then a backward after each further forward."""
     schedule = []
     for stage in range(W):
         warm_up = min(M, W - 1 - stage)
@@ -53,7 +54,7 @@ def one_f_one_b() -> Schedule:
 
 
 def receive(source: int, rows: int) -> Tensor:
-    """Activations or their gradients of one micro-batch, (rows, T, C)."""
+    """One micro-batch's activations, or their gradient: (rows, T, C)."""
     x = torch.empty(rows, one.T, one.C, dtype=torch.float64)
     dist.recv(x, source)
     return x
@@ -63,10 +64,10 @@ def run_step(
     layers: nn.Module, stage: int, schedule: Schedule, inputs: Tensor, targets: Tensor,
     before: int, after: int,
 ) -> Tensor:  # fmt: skip
-    """Adds this stage's gradients to its parameters; returns the loss, on the last stage.
-    `before` and `after`: the ranks of the neighbouring stages."""
+    """Adds to the gradients of this stage's parameters; returns the loss on the last stage, else 0.
+    `before` and `after` are the ranks of the neighbouring stages."""
     first, last, rows = stage == 0, stage == W - 1, len(inputs) // M
-    graphs = {}  # per micro-batch, from F to B: the start and the end of its graph
+    graphs = {}  # the start and end of each micro-batch's graph, from its F to its B
     sent = []  # isend, not send: two stages sending to each other would deadlock
     total = torch.zeros((), dtype=torch.float64)
     for kind, i in schedule[stage]:
@@ -80,7 +81,7 @@ def run_step(
                 sent.append(dist.isend(y.detach(), after))
             graphs[i] = x, y
         else:
-            x, y = graphs.pop(i)  # frees the activations after backward
+            x, y = graphs.pop(i)  # popped, so that backward frees the activations
             y.backward(None if last else receive(after, rows))
             if not first:
                 sent.append(dist.isend(x.grad, before))
@@ -90,12 +91,12 @@ def run_step(
 
 
 def train(rank: int, schedule: Schedule) -> list[float]:
-    """The loss of every step; zeros except on the last stage."""
+    """The loss of every step on the last stage; zeros on the others."""
     text, V = one.read_text()
     model = one.build_model(V)
     tied = model[0].wte.weight  # used by the first and the last stage
     size = len(model) // W
-    layers = model[rank * size : (rank + 1) * size]  # drop the others
+    layers = model[rank * size : (rank + 1) * size]  # drop the other layers
     optimizer = torch.optim.AdamW(layers.parameters(), one.LEARNING_RATE)
     losses = []
     for step in range(one.STEPS):
@@ -103,7 +104,7 @@ def train(rank: int, schedule: Schedule) -> list[float]:
         inputs, targets = one.get_batch(text, step)
         loss = run_step(layers, rank, schedule, inputs, targets, rank - 1, rank + 1)
         losses.append(loss.item())
-        dist.all_reduce(tied.grad)  # each stage has one term (more stages: a group of two)
+        dist.all_reduce(tied.grad)  # each stage has one term (with more stages: first and last)
         optimizer.step()
     return losses
 

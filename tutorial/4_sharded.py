@@ -14,9 +14,9 @@ Reduce-scatter is an all-reduce after which each rank keeps only its part. With 
 gradient a rank updates its part of the parameter: AdamW works element by element.
 
 Left out: parameters that W does not divide (they would be padded), and gathering the next layer
-while one computes.
+while the current one computes.
 
-It grows into data_parallel/fsdp.py (the step), data_parallel/shards.py (shards: all parameters of
+Full versions: data_parallel/fsdp.py (the step), data_parallel/shards.py (shards: all parameters of
 a layer in one row) and runtime/communicator.py (the two collectives).
 """
 
@@ -54,7 +54,7 @@ class Sharded:
         self.whole.untyped_storage().resize_(0)
 
     def reduce_scatter(self) -> None:
-        """Replaces the whole gradient by this rank's part of its mean over the ranks."""
+        """Replaces the whole gradient by this rank's part of the mean over the ranks."""
         dist.all_reduce(self.p.grad)  # with gloo; NCCL's reduce_scatter_tensor would send half
         part = self.p.grad.flatten().chunk(W)[self.rank] / W
         # The tied matrix has two gradients, from head and embedding: add them.
@@ -64,10 +64,10 @@ class Sharded:
 
 def run_step(layers: dict[nn.Module, list[Sharded]], inputs: Tensor, targets: Tensor) -> Tensor:
     """Adds gradients to the shards; returns the loss of this rank's rows."""
-    graphs = []  # per layer: its parameters, and the begin and end of its graph
+    graphs = []  # per layer: its parameters, and the start and end of its graph
     y = inputs
     for layer, parameters in layers.items():
-        x = y.detach().requires_grad_(y.is_floating_point())  # the words have no gradient
+        x = y.detach().requires_grad_(y.is_floating_point())  # word numbers have no gradient
         for s in parameters:
             s.gather()
         y = layer(x)
@@ -93,7 +93,7 @@ def run_step(layers: dict[nn.Module, list[Sharded]], inputs: Tensor, targets: Te
 def main(rank: int) -> None:
     text, V = one.read_text()
     model = one.build_model(V)  # whole for a moment, which a large model never is
-    sharded = {p: Sharded(p, rank) for p in model.parameters()}  # a tied parameter once
+    sharded = {p: Sharded(p, rank) for p in model.parameters()}  # a tied parameter only once
     layers = {layer: [sharded[p] for p in layer.parameters()] for layer in model}
     shards = [s.shard for s in sharded.values()]
     optimizer = torch.optim.AdamW(shards, one.LEARNING_RATE)

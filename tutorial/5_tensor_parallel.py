@@ -3,20 +3,19 @@
     python tutorial/5_tensor_parallel.py
 
 What differs from chapter 2: both ranks have the whole batch, and divide the arithmetic of a layer.
-Attention and MLP are a matrix, an operation head by head or element by element, and a second
+Attention and MLP are each a matrix, an operation head by head or element by element, and a second
 matrix. Cut the first by outputs and the second by inputs, and nothing is exchanged in between:
 
     x ──┬─▸ A0 ─▸ gelu ─▸ B0 ──┬─▸ sum          rank 0 has A0 and B0, rank 1 A1 and B1
         └─▸ A1 ─▸ gelu ─▸ B1 ──┘
 
-`AllReduce` is the sum; in backward every rank gets the same gradient, unchanged. `Replicate` is the
-fork: it does nothing in forward, and adds the gradients of both branches in backward. Every rank
-computes everything outside the cut matrices (norms, embedding, head), with equal results.
+`AllReduce` is the sum; its backward passes on the gradient, which is the same on every rank.
+`Replicate` is the fork: it does nothing in forward, and adds both branches' gradients in backward.
+All ranks compute what lies outside the cut matrices (norms, embedding, head), with equal results.
 
-Left out: heads that W does not divide; embedding and head cut by words; sequence parallelism.
-
-It grows into tensor_parallel/collectives.py (the fork and the sum), tensor_parallel/layers.py (the
-matrices) and tensor_parallel/loss.py (the loss, without ever holding the logits).
+Left out: a number of heads that W does not divide; embedding and head cut by words; sequence
+parallelism. Full versions: tensor_parallel/collectives.py (the fork and the sum),
+tensor_parallel/layers.py (the matrices), tensor_parallel/loss.py (never holds all the logits).
 """
 
 import importlib
@@ -41,7 +40,7 @@ class Replicate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.clone()  # autograd may hand the same tensor to others
+        gradient = gradient.clone()  # autograd may use the same tensor elsewhere
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
@@ -64,7 +63,7 @@ def part(p: Tensor, rank: int, dim: int = 0) -> nn.Parameter:
 
 
 class Columns(nn.Module):
-    """This rank's outputs of a matrix, in each of its `blocks`: (B, T, K) -> (B, T, N/W)."""
+    """This rank's outputs of each of the `blocks` of a matrix: (B, T, K) -> (B, T, N/W)."""
 
     def __init__(self, whole: Any, rank: int, group: Any, blocks: int = 1) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Columns(nn.Module):
 
 
 class Rows(nn.Module):
-    """This rank's inputs of a matrix, then the sum over all ranks: (B, T, K/W) -> (B, T, C)."""
+    """This rank's inputs of a matrix, then a sum over all ranks: (B, T, K/W) -> (B, T, C)."""
 
     def __init__(self, whole: Any, rank: int, group: Any) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
     python tutorial/6_all_three.py
 
-Only the groups differ from chapters 2, 3 and 5. A rank has three coordinates, and each of its three
-groups holds the ranks that share the other two:
+Only the groups differ from chapters 2, 3 and 5. A rank has three coordinates and belongs to three
+groups. The ranks of a group differ in one coordinate and share the other two:
 
     rank = 4 d + 2 p + t         replica d = 0          replica d = 1
                     stage 0      t = 0, 1: ranks 0 1    ranks 4 5
@@ -11,11 +11,12 @@ groups holds the ranks that share the other two:
 
     tensor   0-1, 2-3, 4-5, 6-7   sums inside every layer: neighbours, as on one machine's GPUs
     stages   0-2, 1-3, 4-6, 5-7   the tied embedding's gradient; activations go from rank to rank
-    data     0-4, 1-5, 2-6, 3-7   gradients, once per step: these may be furthest apart
+    data     0-4, 1-5, 2-6, 3-7   gradients, once per step: these ranks may be furthest apart
 
-They are ordered by frequency: several times per layer, once per micro-batch, once per step.
+The rows are ordered by how often ranks communicate: several times per layer, once per micro-batch,
+once per step.
 
-It grows into runtime/mesh.py (coordinates), training/layouts/stages.py (a model on a mesh) and
+Full versions: runtime/mesh.py (coordinates), training/layouts/stages.py (a model on a mesh) and
 training/checkpoint.py (a checkpoint of one layout loads into any other).
 """
 
@@ -33,7 +34,7 @@ D, P, T = 2, three.W, five.W  # replicas, stages, parts of a matrix
 
 
 def groups(rank: int) -> list[dist.ProcessGroup]:
-    """This rank's groups: ranks that differ in t, in p, in d. All ranks make all groups."""
+    """This rank's groups: ranks that differ in t, in p, in d. Every rank has to make all groups."""
     mine = []
     for stride, size in ((1, T), (T, P), (T * P, D)):
         for first in range(D * P * T):
@@ -65,7 +66,7 @@ def main(rank: int) -> None:
             dist.all_reduce(q.grad, group=data)
         optimizer.step()
 
-        mean = loss / (D * T)  # every t of the last stage has it, other stages 0
+        mean = loss / (D * T)  # all T ranks of a last stage have it, other stages have 0
         dist.all_reduce(mean)  # only to print it
         losses.append(mean.item())
     if rank == 0:

@@ -2,26 +2,28 @@
 
     python tutorial/7_context_parallel.py
 
-What differs from chapter 2: the ranks share each row, not the batch. It is for long rows: a rank
+What differs from chapter 2: the ranks divide each row, not the batch. This is for long rows: a rank
 holds the activations of T/W positions. A block works position by position, except in attention,
 where a query needs the keys and values of all earlier positions. So keys and values travel in a
-ring, and each rank adds up what its queries take from the keys that have come to it:
+ring, and each rank adds up what its queries take from those that reach it:
 
     positions   0-7  8-15  16-23  24-31                   rank 0         rank 1
     rank         0    1      1      0        turn 0       own keys       own keys
                                              turn 1       rank 1's       rank 0's
 
-The placement is a zigzag, because later queries see more keys: rank 0 has the cheapest stretch and
-the dearest, so both ranks compute equally much. A softmax needs the sum over all keys; it is kept
-with the largest score so far, and both are corrected when a larger one comes (online softmax).
-In backward autograd sends the gradients of keys and values back the way these came.
+The placement is a zigzag because later queries see more keys. Rank 0 has the cheapest and the most
+expensive stretch, so both ranks have equally much to compute. A softmax needs the sum over all
+keys. For each query a rank keeps the largest score so far, and rescales its sums when a larger one
+comes (online softmax). In backward, autograd sends the gradients of keys and values back the way
+these came.
 
-Left out: skipping the quarters that no query sees; sending while computing; rows of any length. And
-autograd keeps the keys and scores of every turn: context_parallel/ring.py keeps none of them. Its
-backward sends the keys round once more, their gradients behind them, the same way round, home.
+Left out: skipping the quarters of the scores that are masked; sending while computing; rows of any
+length. Here autograd keeps the keys and scores of every turn; context_parallel/ring.py keeps none.
+Its backward sends the keys round once more, and their gradients follow them to the keys' own rank.
 
-It grows into context_parallel/ring.py (rows of any length, on any number of ranks),
-context_parallel/heads.py (the other way) and training/layouts/context.py (labels and positions).
+Full versions: context_parallel/ring.py (rows of any length, on any number of ranks),
+context_parallel/heads.py (the other way: positions are exchanged for heads) and
+training/layouts/context.py (labels and positions).
 """
 
 import importlib
@@ -38,13 +40,13 @@ W, T = two.W, one.T
 
 
 def positions_of(rank: int) -> Tensor:
-    """Two stretches of the row, one from each end: (T/W,) places in the whole row."""
+    """This rank's places in the whole row, (T/W,): one stretch from each half."""
     stretches = torch.arange(T).chunk(2 * W)
     return torch.cat([stretches[rank], stretches[2 * W - 1 - rank]])
 
 
 def shift(x: Tensor, by: int) -> Tensor:
-    """Sends x that many ranks ahead, and returns what comes from behind."""
+    """Sends x to the rank `by` ahead, and returns what the rank `by` behind has sent."""
     rank, x, received = dist.get_rank(), x.contiguous(), torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, (rank + by) % W)
     receive = dist.P2POp(dist.irecv, received, (rank - by) % W)
@@ -54,7 +56,7 @@ def shift(x: Tensor, by: int) -> Tensor:
 
 
 class PassOn(torch.autograd.Function):
-    """To the next rank; the gradient goes back to the one before."""
+    """Sends x to the next rank; backward sends the gradient to the one before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -66,16 +68,16 @@ class PassOn(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of this rank's queries over all keys; each is (B, H, T/W, C/H)."""
+    """Causal attention of this rank's queries over all keys; q, k, v: (B, H, T/W, C/H) each."""
     rank = dist.get_rank()
-    largest = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=q.dtype)  # score of each query
+    largest = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=q.dtype)  # score of a query so far
     total, mixed = torch.zeros_like(largest), torch.zeros_like(q)
     for turn in range(W):
         owner = (rank - turn) % W  # whose keys and values are here now
         seen = positions_of(rank)[:, None] >= positions_of(owner)  # in the whole row
         scores = (q @ k.transpose(-1, -2) / q.size(-1) ** 0.5).masked_fill(~seen, -torch.inf)
-        # No gradient flows through it: the result is the same whatever is subtracted. Turn 0 has
-        # each query's own key, so it is finite from then on.
+        # Needs no gradient: the result is the same whatever is subtracted. Finite in every turn,
+        # because turn 0 has each query's own key.
         larger = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
         shares, smaller = (scores - larger).exp(), (largest - larger).exp()
         total = total * smaller + shares.sum(-1, keepdim=True)
@@ -95,7 +97,7 @@ def main(rank: int) -> None:
         block.attend = ring_attention
     optimizer, losses = torch.optim.AdamW(model.parameters(), one.LEARNING_RATE), []
     for step in range(one.STEPS):
-        # A target moves with its input: that of a stretch's last word is in the next stretch.
+        # A target stays with its input: a stretch's last target is the next stretch's first word.
         inputs, targets = (x[:, positions_of(rank)] for x in one.get_batch(text, step))
         loss = one.loss_of(model(inputs), targets)
         optimizer.zero_grad()

@@ -1,22 +1,22 @@
-"""Chapter 8: experts. A block has E MLPs in the place of one, and two processes share them.
+"""Chapter 8: experts. A block has E MLPs instead of one, and two processes share them.
 
     python tutorial/8_experts.py
 
-What differs from chapter 2: the MLP of a block is E experts, of which a router chooses K for each
-position: E times the parameters of an MLP, and K times its arithmetic. Each rank holds half of the
-experts, so positions travel to the experts that are chosen for them, and back:
+What differs from chapter 2: a block has E MLPs, the experts, and a router chooses K of them for
+each position. That is E times the parameters of one MLP, but only K times its arithmetic. Each rank
+holds half of the experts, so positions travel to the experts chosen for them, and back:
 
     rank 0    its rows ─ router ─┐            ┌─▸ experts 0 1 ─┐            ┌─▸ weighted sum
                                  ├─ all-to-all┤                ├─ all-to-all┤
     rank 1    its rows ─ router ─┘            └─▸ experts 2 3 ─┘            └─▸ weighted sum
 
-Backward goes through the same exchanges the other way round. An expert sees the positions of all
-ranks, so its gradient is complete where it is. Everything else is replicated, and its gradients are
+Backward goes through the same exchanges in reverse. An expert sees the positions of all ranks, so
+its gradient is complete on its own rank. Everything else is replicated, and its gradients are
 averaged as in chapter 2. No position is dropped, so the losses are those of one process with the
-same model. Left out: the term of the loss that makes the router use all experts alike.
+same model. Left out: the loss term that makes the router use all experts equally.
 
-It grows into experts/ (routing.py has the term that is left out; layer.py, dispatch.py), and, for
-who averages which gradients, into training/layouts/stages.py.
+Full versions: experts/ (layer.py, dispatch.py, and routing.py with the loss term left out here) and
+training/layouts/stages.py (who averages which gradients).
 """
 
 import importlib
@@ -33,7 +33,7 @@ W, C, E, K = two.W, one.C, 4, 2  # ranks, width, experts of a block, experts tha
 
 
 class Experts(nn.Module):
-    """In the place of a block's MLP: (B, T, C) -> (B, T, C). Here all experts are on every rank."""
+    """Replaces a block's MLP: (B, T, C) -> (B, T, C). Every rank has all experts here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x.flatten(0, 1)).softmax(-1).topk(K)  # (N, K) each, N = B T
         order = chosen.flatten().argsort(stable=True)  # (N K,), by expert
-        rows = x.flatten(0, 1)[order // K]  # a position stands there K times
+        rows = x.flatten(0, 1)[order // K]  # each position K times
         rows = self.compute(rows, chosen.flatten().bincount(minlength=E))
         rows = torch.empty_like(rows).index_copy(0, order, rows)  # by position again
         return (rows.unflatten(0, (-1, K)) * weights[..., None]).sum(1).view_as(x)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What each expert makes of its rows: the first counts[0] are those of expert 0."""
+        """The experts' outputs for their rows: the first counts[0] rows are for expert 0."""
         parts = zip(self.experts, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
 class AllToAll(torch.autograd.Function):
-    """Rank r gets the r-th part of everybody's rows; `send` and `receive` count rows by rank."""
+    """Rank r gets the r-th part of every rank's rows; `send` and `receive` count rows by rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
@@ -70,17 +70,17 @@ class AllToAll(torch.autograd.Function):
 
 
 class SharedExperts(Experts):
-    """The same, but this rank has only some of the experts: rows travel to theirs, and back."""
+    """Experts of which this rank has only some: rows travel to their experts, and back."""
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        incoming = torch.empty_like(counts)  # (E,): by rank, then by expert of this one
+        incoming = torch.empty_like(counts)  # (E,): by sender, then by expert of this rank
         dist.all_to_all_single(incoming, counts)
         send, receive = (n.view(W, -1).sum(1).tolist() for n in (counts, incoming))
-        rows = AllToAll.apply(rows, send, receive)  # by rank, and of each rank by expert
+        rows = AllToAll.apply(rows, send, receive)  # ordered by sender, then by expert
         expert = torch.arange(E // W).repeat(W).repeat_interleave(incoming)  # of each row
         order = expert.argsort(stable=True)
         rows = super().compute(rows[order], expert.bincount(minlength=E // W))
-        rows = torch.empty_like(rows).index_copy(0, order, rows)  # by rank again
+        rows = torch.empty_like(rows).index_copy(0, order, rows)  # by sender again
         return AllToAll.apply(rows, receive, send)
 
 
@@ -95,7 +95,7 @@ def build_model(V: int, kind: type[Experts] = Experts) -> nn.Sequential:
 def main(rank: int) -> None:
     text, V = one.read_text()
     model = build_model(V, SharedExperts)
-    for block in model[1:-1]:  # all experts were made, so that all ranks draw alike
+    for block in model[1:-1]:  # all were made, so that all ranks draw the same numbers
         block.mlp.experts = block.mlp.experts[rank * E // W : (rank + 1) * E // W]
     own = {p for block in model[1:-1] for p in block.mlp.experts.parameters()}
     replicated = nn.ParameterList(p for p in model.parameters() if p not in own)
@@ -107,7 +107,7 @@ def main(rank: int) -> None:
         loss.backward()
         two.average_gradients(replicated)
         for p in own:
-            p.grad /= W  # it has the gradients of all ranks' losses, which are means of B/W rows
+            p.grad /= W  # a sum over all ranks' losses, each a mean over B/W rows
         optimizer.step()
         mean = loss.detach() / W
         dist.all_reduce(mean)

@@ -1,4 +1,4 @@
-"""Every chapter imports it first: where torch is missing, `project` says what to type."""
+"""Every chapter imports this file first: if torch is missing, `project` says what to type."""
 
 import sys
 from pathlib import Path

@@ -6,10 +6,10 @@ any schedule, without a cycle of ranks that wait for each other.
 Idea. Sends are asynchronous; their memory is kept until they are done. A receive is posted ahead,
 so that a message travels while its receiver computes. But a receive has a size, and the shapes of
 activations are known only when they arrive. Both ends have seen the same messages, so both expect
-the same length of the next one: that of the one before, but at most twice what they expected of
-that (`_next_size`). The first transfer has exactly the expected size; what a longer message has
-left follows in a second one, which the first announces. Of messages of 270,400 bytes each, the
-first seven take two transfers:
+the same length of the next one: that of the one before, but at most twice what they had expected
+for that one (`_next_size`). The first transfer has exactly the expected size; the rest of a longer
+message follows in a second transfer, which the first announces. Of messages of 270,400 bytes each,
+the first seven take two transfers:
 
     expected      4096                          8192                              270400
     transfers   | start, head, body .. | .. | start, head, body .. | .. | ... | start, head, body |
@@ -21,21 +21,21 @@ that arrives before it is asked for is kept.
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
 and pair of ranks in order, on one stream beside the compute stream. A body's receive is launched
-when its head is read. The host runs ahead of its GPU, so that is while the GPU still computes
-earlier actions. But NCCL begins a receive only after all that was launched before on the current
-stream: on the compute stream it would begin between two actions, and the second would wait for it.
-So it is launched on a stream of its own, and only what is launched next waits for it:
+when its head is read. The host runs ahead of its GPU, which is then still computing earlier
+actions. But NCCL begins a receive only after all that was launched before on the current stream: on
+the compute stream it would begin between two actions, and the second would wait for it. So the
+receive is launched on a stream of its own, and only what is launched next waits for it:
 
     host               F2 launched | head of 3 | receive 3, F3 launched
     compute stream     F1 ............ F2 ................ F3 ........    F3 waits for 3 alone
     beside             |receive 2|          |receive 3|                   for nothing of this rank
 
-(Not launched before its head: after the last message of a step such a receive would run on, and
-whoever waits for the whole GPU would wait for it.) A send waits for the action whose result it is,
-and an action for no send but one so long ago that it was received (neighbours.py). None of this was
-timed on GPUs. Ranks that share a GPU have gloo alone, which sends from the CPU's memory: there the
-body goes through it, and both ends wait. The groups come from runtime/mesh.py: all ranks of a run
-make them together.
+(It is not launched before its head is read: after the last message of a step such a receive would
+run on, and whoever waits for the whole GPU would wait for it.) A send waits for the action whose
+result it carries. An action waits for no send, except one so old that it has been received
+(neighbours.py). None of this was timed on GPUs. Ranks that share a GPU have only gloo, which sends
+from the CPU's memory: there the body goes through gloo, and both ends wait. The groups come from
+runtime/mesh.py: all ranks of a run make them together.
 
 A rank that fails closes its connections; ranks that notice close theirs too.
 """
@@ -119,9 +119,9 @@ class Link:
         return self._early.pop(name)
 
     def wait_for(self, transfers: list[InFlight]) -> Tensor:
-        """Waits for the first of the transfers, and returns its memory. Gloo is told how long: it
-        would else wait as long as its group allowed when that was made. NCCL is told nothing: its
-        wait returns at once, and would not if it were given a time."""
+        """Waits for the first of the transfers, and returns its memory. Gloo is told how long:
+        otherwise it would wait as long as the group allowed when the group was made. NCCL is told
+        nothing: its wait returns at once, and would not if it were given a time."""
         memory = transfers[0][1]
         time_out = [time_out_of(self.heads)] if memory.device.type == "cpu" else []
         attempt(transfers.pop(0)[0].wait, *time_out)
@@ -154,8 +154,8 @@ class Link:
     def _receive_beside(self, nbytes: int) -> Tensor:
         """A body from GPU to GPU. What is launched from now on waits for it; the host does not.
 
-        Its memory belongs to the stream beside. When Python frees it, the GPU may not have computed
-        with it yet, and the next body would be written there: `record_stream` keeps the memory
+        Its memory belongs to the stream beside. When Python frees it, the GPU may still have to
+        compute with it, and the next body would be written there: `record_stream` keeps the memory
         until the compute stream is done with it."""
         with torch.cuda.stream(self._beside):
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -197,8 +197,8 @@ def open_links(
 def _next_size(size: int, expected: int) -> int:
     """The size that both ends expect of the next message. A message that is a little shorter than
     expected is padded, and the expected size shrinks by at most a quarter: so a longer one after it
-    fits. It at most doubles: after a single long message, such as the gradients of an embedding,
-    others are padded little."""
+    fits. The expected size at most doubles: after one long message, such as the gradients of an
+    embedding, others are padded little."""
     return min(max(size, expected * 3 // 4), 2 * expected)
 
 

@@ -1,8 +1,8 @@
 """What one rank of a pipeline of processes sends to others, and receives.
 
-`Dataflow` sends activations and gradients; ranks that share parameters send each other those of
-these. All use the same links, so a rank that fails or dies ends every kind of wait alike. Two ranks
-have one link, however many of their stages are neighbours.
+`Dataflow` sends activations and gradients; ranks that share parameters send each other their
+gradients. All use the same links, so a rank that fails or dies ends every kind of wait alike. Two
+ranks have one link, however many of their stages are neighbours.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting,
 
 
 class PeerChannel(Channel):
-    """Values of one kind over a link, from the first of the two `ends` to the second: stages, for
-    the channels of `Dataflow`, or ranks.
+    """Values of one kind over a link, from the first of the two `ends` to the second. The ends are
+    stages, for the channels of `Dataflow`, or ranks.
 
     Attributes:
         sends: the transfers of each message that may be under way.
@@ -42,15 +42,16 @@ class PeerChannel(Channel):
         self.most = 1
 
     def put(self, i: int, value: Any) -> None:
-        """Sends micro-batch i (-1: none). If more than `most` are under way, waits for the oldest:
-        in a step that has been received (`Neighbours.start_step`), so nobody is waited for."""
+        """Sends micro-batch i (-1: none). If more than `most` are under way, waits for the oldest,
+        which in a step has been received by then (`Neighbours.start_step`): no rank is waited for.
+        """
         with self._named("handing", i), self._acting("send", self._ends[0], i, self._link.peer):
             self.sends.append(self._link.send((self._what, i), value))
             self._wait_for_sends(self.most)
 
     def get(self, i: int) -> Any:
         """Waits until the neighbour has sent micro-batch i; with GPUs the host waits for its head,
-        and what is launched next for its body. Some may arrive before the schedule needs them."""
+        and what is launched next for its body. Some arrive before the schedule needs them."""
         at = self._ends[1]
         with self._named("waiting for", i), self._acting("receive", at, i, self._link.peer):
             return self._link.receive((self._what, i))
@@ -86,7 +87,7 @@ class Neighbours:
 
     Args:
         ranks: the rank of each stage.
-        tied: for each parameter used by several stages, its name and the ranks of those.
+        tied: by name of each parameter that several stages use, the ranks of these stages.
         groups: from `message_groups`. All their ranks make their neighbours together.
     """
 
@@ -130,8 +131,8 @@ class Neighbours:
 
     def sums_over_users(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Adds up what the ranks that share parameters have for them, by name, in the order of the
-        ranks: the same bits on all of them. A rank may have nothing for a name. All send before one
-        waits; when it returns, the terms may be overwritten."""
+        ranks: the same bits on all of them. A rank may have nothing for a name. A rank sends all
+        before it waits; when this returns, the terms may be overwritten."""
         if not self._to_users:
             return {}
         with self._acting("all_reduce"):
@@ -148,9 +149,9 @@ class Neighbours:
         return sums
 
     def start_step(self, schedule: Schedule) -> None:
-        """Keeps the memory of n messages of each channel, and not of one per micro-batch, where n
-        is the most micro-batches that the schedule lets a rank hold: the message before those has
-        been received, so a send does not wait for its receiver.
+        """Lets each channel keep the memory of n messages, instead of one per micro-batch. n is the
+        most micro-batches that the schedule lets a rank hold. The message before these n has been
+        received, so a send does not wait for its receiver.
 
         Why: when stage s - 1 sends its k-th activation, it has the gradients of at least k - n
         micro-batches (it holds at most n between their forward and backward), so stage s has

@@ -23,8 +23,9 @@ How an activation reaches the next process, and who waits:
     links.py       Link.receive        the receive was posted when the message before had arrived
     neighbours.py  PeerChannel.get     the receiver waits here, in its own Dataflow._forward
 
-What is computed again, and when: `recompute` says which segments (runtime/recompute.py); the last
-of a stage in `Dataflow._backward` before it waits for the gradient, the others in turn after it.
+What is computed again, and when: `recompute` says which segments (runtime/recompute.py). The last
+segment of a stage is computed again in `Dataflow._backward` before it waits for the gradient, the
+others in turn after that.
 
 A rank has one stage or several, its chunks (chunks.py), and runs its actions in the order of its
 list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
@@ -91,7 +92,7 @@ class ProcessPipe:
         device: of this rank.
         group: the ranks; by default all.
         messages: groups of these ranks, from a `Mesh` or `message_groups`; by default they are
-            made here, which takes all ranks of the world.
+            made here, by all ranks of the world together.
         model: gives the parameters their names; by default `layers` does.
         initialize: writes the values of tensors on the meta device.
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
@@ -185,8 +186,8 @@ class ProcessPipe:
 
         Like `Pipe.train_step`: `loss_fn(output, target)` returns the sum over a micro-batch, and
         the loss is `scale` times all sums. x and target are cut into `num_microbatches`, unless
-        they are `MicroBatches`. The loss, in float64, is returned on the rank with the last stage;
-        on the others it is 0, so that it is the sum over the ranks.
+        they are `MicroBatches`. The rank with the last stage returns the loss, in float64, and the
+        others 0, so that the sum over the ranks is the loss.
 
         `ready` is called with parameters to whose `.grad` this rank adds nothing more: layer by
         layer during the last backward, so that data-parallel buckets can leave before it ends. Then
@@ -219,7 +220,7 @@ class ProcessPipe:
 
             stages = self._stages(
                 recompute=self._recompute, num_microbatches=len(inputs),
-                deliver=None if ready is None else deliver,  # else one graph, for less of the host
+                deliver=None if ready is None else deliver,  # else one graph: less for the host
             )  # fmt: skip
             end: Channel = LocalChannel()
             if self._is_last:  # nobody else needs the targets
@@ -246,11 +247,11 @@ class ProcessPipe:
         with self._step(), torch.no_grad():
             state, end = torch.get_rng_state(), LocalChannel()
             self._run(self._stages(beside), [x], forwards(self.ranks, 1), end)
-            torch.set_rng_state(state)  # an evaluation draws nothing
+            torch.set_rng_state(state)  # as if nothing had been drawn
             return end.get(0) if self._is_last else None
 
     def from_last(self, value: Tensor) -> Tensor:
-        """`value`, on the CPU, with what the rank with the last stage has there."""
+        """`value`, on the CPU, overwritten by that of the rank with the last stage."""
         with self._step():
             self._neighbours.broadcast(value, self.ranks[-1])
             return value
@@ -291,7 +292,7 @@ class ProcessPipe:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """An error inside ends the waits of the neighbours, and theirs those of their own."""
+        """An error inside ends the waits of the neighbours, and so those of their neighbours."""
         if self._broken is not None:
             raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
         try:
@@ -329,7 +330,7 @@ class ProcessPipe:
         down |= self._neighbours.down
         flow = Dataflow({stage.index: stage for stage in stages}, up, down, self.recorder)
         # Autograd would run a GPU's backward on a thread of its own, where a layer that computes
-        # again, as with torch.utils.checkpoint, would find nothing of what is this thread's.
+        # again, as with torch.utils.checkpoint, would not find this thread's state.
         with (
             torch.autograd.set_multithreading_enabled(False), self._waiting,
             torch.random.fork_rng(devices=()),  # of the CPU

@@ -6,13 +6,13 @@
 
 A name means what the paper of that name says: backwards are whole in `gpipe`, `1f1b` and
 `interleaved`, and in two halves in the others. `sequential` is a baseline in which no two stages
-ever work at once. Threads and processes run these lists, which are validated, and drawn beside what
-was measured.
+ever work at once. Threads and processes run these lists, which are validated, and drawn next to
+what was measured.
 
-Whoever takes a schedule takes, in place of a name: a file that somebody wrote (written.py), a
-function as `module.py:function` or itself, of the numbers of ranks and micro-batches, or lists. All
-become lists here, and are validated before they run. Of a schedule without a name a run keeps the
-text, so that its folder and its checkpoints have it.
+In place of a name a schedule may be a file that somebody wrote (written.py); a function of the
+numbers of ranks and micro-batches, itself or as `module.py:function`; or lists. All become lists
+here, and are validated before they run. If the schedule has no name, a run keeps its text, so that
+the run's folder and checkpoints have it.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def refuse_other_sizes(
 
 
 def _loaded(schedule: str, chunks: int | None, n: int, m: int) -> Schedule:
-    """Without the micro-batches that a smaller batch lacks, such as the last of an epoch."""
+    """The lists without the micro-batches that a smaller batch lacks, such as an epoch's last."""
     lists = load(schedule, n, m)
     refuse_other_sizes(lists, label_of(schedule), n, max(m, count_microbatches(lists)), chunks)
     return [[a for a in actions if a.microbatch < m] for actions in lists]
 
 
 def sizes_of(schedule: str, n: int | None, m: int | None) -> tuple[int, int]:
-    """The numbers of ranks and micro-batches: as they are given, or those of a schedule of one's
-    own, or 4 and 8."""
+    """The numbers of ranks and micro-batches: as they are given; or those of a schedule without a
+    name; or 4 and 8."""
     if schedule not in SCHEDULES:
         lists = load(schedule, n or 4, m or 8)
         return n or len(lists), m or count_microbatches(lists)
@@ -130,7 +130,7 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
 def find(schedule: str | BuildSchedule, chunks: int | None = None) -> BuildSchedule:
     """The function of a schedule, of the numbers of ranks and micro-batches.
 
-    It, or this, raises ValueError like `load` and `chunks_of`.
+    The function, or this, raises ValueError like `load` and `chunks_of`.
     """
     if callable(schedule):
         return schedule

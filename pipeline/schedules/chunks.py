@@ -19,9 +19,9 @@ rank sends v times as many messages, and it holds up to (n-1)/v more micro-batch
 V-shaped (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory"): two chunks per rank,
 the stages going up the ranks and down again, and backward in halves I and W. A rank's memory
 depends on how long its two chunks wait for their backwards. Where one waits long, the other waits
-briefly, so all ranks hold the same. Every six clocks a rank does F, I and W of both chunks for one
-micro-batch. The clocks from a rank's action to the same action of its neighbour, on the way up and
-on the way down, decide the memory:
+briefly, so all ranks hold equally much. Every six clocks a rank does F, I and W of both chunks for
+one micro-batch. The clocks from a rank's action to the same action of its neighbour, on the way up
+and on the way down, decide the memory:
 
     clocks from rank to rank   F up   F down   I up   I down    held at most, in whole ranks' layers
     ZB-V                       4      2        4      2         n        as 1F1B's first rank
@@ -40,8 +40,8 @@ V, made for a runtime that computes a forward and a backward at the same time, s
 of one hide behind the other. Here they run one after the other, and what remains is its order:
 backwards are whole in the middle of a step and in halves at both ends. Without the overlap it gains
 nothing over ZB-V: with one clock for each of F, I and W it idles as long, and with the times of
-GPT-2 longer (of 8 ranks, 32 micro-batches, 5.3 % of a step, ZB-V 4.3 %, 1F1B 17.9 %), since whole
-backwards leave nothing to fill gaps with. It holds 2n + 1 chunks, one more.
+GPT-2 longer (8 ranks, 32 micro-batches: 5.3 % of a step; ZB-V 4.3 %, 1F1B 17.9 %), since whole
+backwards leave nothing to fill gaps with. It holds 2n + 1 chunks, one more than ZB-V.
 
     DualPipeV, 2 ranks, 4 micro-batches
     rank 0: F0a F1a F2a F0b I0b W0b F1b F3a B1b F2b B0a B2b F3b B1a B3b I2a W2a I3a W3a

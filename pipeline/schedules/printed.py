@@ -11,7 +11,7 @@ from .schedule import HELD_MORE, Action, Schedule, clock_table, stage_ranks
 
 def peak_alive(schedule: Schedule, held: Callable[[int], float] = lambda _: 1) -> list[float]:
     """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
-    once for each of its stages; or the most bytes, if one of stage s has `held(s)`."""
+    once for each of its stages; or the most bytes, if a micro-batch on stage s takes `held(s)`."""
     return [
         max(accumulate(HELD_MORE[kind] * held(stage) for kind, stage, _ in actions))
         for actions in schedule
@@ -44,7 +44,7 @@ def name_of(action: Action, ranks: Sequence[int]) -> str:
 
 
 def in_words(num_ranks: int, chunks: int = 1) -> str:
-    """`2 stages`, of one per rank; of several `2 ranks, 2 chunks each, 4 stages`."""
+    """`2 stages` if each rank has one, otherwise `2 ranks, 2 chunks each, 4 stages`."""
     if chunks == 1:
         return f"{num_ranks} stage{'s' * (num_ranks > 1)}"
     ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"

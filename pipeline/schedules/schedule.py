@@ -90,7 +90,7 @@ Schedule = list[list[Action]]  # per rank, its actions in order
 BuildSchedule = Callable[[int, int], Schedule]  # (ranks, micro-batches) -> lists
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-# How many more micro-batches a stage holds afterwards. I frees nothing: W needs its operands.
+# How many more micro-batches a stage holds after an action. I frees nothing: W needs its operands.
 HELD_MORE = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
@@ -212,7 +212,7 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """What must have `ended_with` the actions before `action`, so that it can start."""
+    """What must have ended (`ended_with`) before `action` can start."""
     kind, s, i = action
     if kind is FORWARD:
         return [Action(FORWARD, s - 1, i)] if s > 0 else []

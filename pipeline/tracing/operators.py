@@ -34,10 +34,10 @@ class Program:
         inputs, output: the nodes before and after them.
         tensors: the parameters, buffers and constants they use, with their names.
         starts: for each submodule, by name, the number of operators before its first call.
-        enter: of the first stage's input, the values of `inputs`. Raises ValueError if it has
-            another structure than the example, AssertionError if its sizes, or values that are no
-            tensors, would have taken another way through `forward`.
-        leave: of the values of `output`, what forward returns.
+        enter: takes the first stage's input, returns the values of `inputs`. Raises ValueError if
+            its structure differs from the example's, AssertionError if its sizes, or values that
+            are no tensors, would have taken a different way through `forward`.
+        leave: takes the values of `output`, returns what `forward` returns.
     """
 
     def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
@@ -135,7 +135,7 @@ def _export(module: nn.Module, example: Any) -> Any:
     )
     with (
         symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-        # which every `apply` calls, also one that was taken from its class before
+        # every `apply` calls this, even one that was taken from its class before
         patch.object(torch.autograd.function, "_is_setup_context_defined", _lost),
         patch.object(Tensor, "register_hook", _lost),
     ):

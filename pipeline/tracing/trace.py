@@ -20,8 +20,9 @@ A stage holds the model's own parameters and buffers that its operators use, und
 shared parameter is on every stage that uses it, and the pipe adds up its gradients.
 
 Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
-are two traces, and `stage.training` chooses one. In that of the module's own mode each submodule
-has its mode, so that a part that is frozen stays as it is; in the other all have the other.
+are two traces, and `stage.training` chooses one. In the trace of the module's own mode each
+submodule keeps its mode, so that a frozen part stays as it is; in the other trace all submodules
+have the other mode.
 
 Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
 the same operators as larger batches. Assumptions (the branch taken at `if x.size(1) > 4`) are
@@ -74,7 +75,7 @@ def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.
     Args:
         module: may be on the meta device, for a `ProcessPipe` with `initialize`.
         example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
-            arguments, or a dict of keyword arguments. Other values than tensors are fixed.
+            arguments, or a dict of keyword arguments. Values that are no tensors are fixed.
         at: names of submodules, in any order: a stage begins at the first call of each.
 
     Raises ValueError if there is no such submodule, or if the stages would not compute what

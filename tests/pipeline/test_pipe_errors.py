@@ -161,7 +161,7 @@ def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said
     x, _ = batch(7)
     with Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=2) as pipe:
         if said:
-            with pytest.raises(ValueError, match=f"cannot be put together .*the first: {said}"):
+            with pytest.raises(ValueError, match=f"cannot be joined .*the first: {said}"):
                 pipe(x)
         else:  # the same in every micro-batch
             assert pipe(x)[1:] == (None,)
@@ -183,7 +183,7 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
         lambda pipe: pipe.compute([X], [(0, 0), (0, 2)]),
         r"goes through the partitions \[0, 2\]: each",
     ),
-    (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
+    (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but here: 3, 4"),
     (lambda pipe: pipe((X, BatchEncoding({"x": X}))), "the batch holds a BatchEncoding, whose"),
     (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
     (
