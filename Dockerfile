@@ -2,8 +2,8 @@
 # docker run --rm --shm-size 1g -v "$PWD/workdir:/app/workdir" parallel-gpt2 --world_size 2
 # docker run --rm --gpus all --shm-size 1g -v "$PWD/workdir:/app/workdir" parallel-gpt2
 #
-# The package index has torch for Linux built with CUDA, which also runs on CPUs. Its build for CPUs
-# alone saves gigabytes: --build-arg CPU_INDEX=URL, the one that pytorch.org names for "CPU".
+# On the package index, torch for Linux is built with CUDA; it also runs on CPUs. The CPU-only build
+# is gigabytes smaller: --build-arg CPU_INDEX=URL, with the URL that pytorch.org names for "CPU".
 FROM python:3.11-slim
 ARG CPU_INDEX=
 WORKDIR /app

@@ -1,31 +1,31 @@
 # make train   two processes learn to translate German: installs, trains, prints BLEU, draws
-# make test    every test, a file per core at a time
+# make test    runs every test, one file per core at a time
 # make verify  compares every strategy and layout with one plain process, and prints a table
 # make lint    ruff and mypy
-# make report  the runs of CMU 11-868, their figures, and one page that answers its questions (five minutes)
-# make figures the same, and all other runs and figures of submit_figures/
-# make recipes small recipes of GPT-2, each in three minutes on two cores: losses to expect are in their heads
+# make report  the runs of CMU 11-868, their figures, and one page that answers the assignment's questions (five minutes)
+# make figures what make report makes, and all other runs and figures of submit_figures/
+# make recipes trains GPT-2 by each small recipe, three minutes each on two cores; each file's head says which losses to expect
 # make bench   every benchmark: a table each, and JSON files
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
-# make chaos   kills, stops and interrupts real runs, and checks what is left (30 minutes)
-# make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
+# make chaos   kills, stops and interrupts real runs, and checks what they leave behind (30 minutes)
+# make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour; needs root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 900, and checks that a test sees each
 # make docs    the site: pages of docs/, the tutorial and all docstrings, with search, in build/site
-# make clean   removes what report, figures, bench, test and docs made, by name; workdir/, where `make train` and your own
-#              runs are, stays, and so does .venv
+# make clean   removes what report, figures, bench, test and docs made; keeps .venv, and workdir/, where `make train` and
+#              your own runs are
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Python keeps what it compiles, whatever the environment says: see --no-compile below. Without it each
-# process would compile torch again.
+# Python keeps the bytecode that it compiles, whatever the environment says. Otherwise each process would
+# compile torch again, which pip leaves to Python: see --no-compile below.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test verify lint report figures recipes bench gpu chaos faults fuzz mutants docs clean
 .DELETE_ON_ERROR:
 
-# --no-compile: Python compiles what is imported, and the first output comes 20 seconds earlier.
+# --no-compile: Python compiles only what is imported, so the first output comes 20 seconds earlier.
 $(VENV)/.installed: requirements.txt pyproject.toml
 	@echo "Installing into $(VENV), which takes a minute or so"
 	$(PYTHON) -m venv $(VENV)
@@ -37,8 +37,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-# The same model on a GPU, where the default is a larger one. A higher rate than the default, as
-# warm-up, decay and clipping allow, and no dropout, which eight epochs are too few for.
+# The model is named, since the default on a GPU is a larger one. Warm-up, decay and clipping allow a
+# higher rate than the default. There is no dropout: eight epochs are too few for it.
 RECIPE := --model gpt2-mini --learning_rate 2e-3 --warmup_steps 60 --lr_scheduler cosine --max_grad_norm 1 --dropout 0
 
 train: $(VENV)/.installed
@@ -55,8 +55,8 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# The runs of the report; a finished one is kept: each process on one core, each stage on an equal
-# share of all. `make report REPORT=small N_TRAIN=256 N_EPOCHS=3` makes smaller ones.
+# The runs of the report. Each process has one core, each stage an equal share of all cores. A finished
+# run is kept. `make report REPORT=small N_TRAIN=256 N_EPOCHS=3` makes smaller ones.
 REPORT ?= workdir_report
 N_TRAIN ?= 1536
 N_EPOCHS ?= 4
@@ -118,7 +118,7 @@ figures: report
 	done
 	$(MAKE) submit_figures/explore.png
 
-# A picture of the page to learn with, by a browser.
+# A picture of the page of report.py --explore, taken by a browser.
 BROWSER ?= chromium
 submit_figures/explore.png: project/page/* | $(VENV)/.installed
 	mkdir -p workdir_figures

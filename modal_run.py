@@ -23,7 +23,7 @@ HOURS = 60 * 60
 
 app = modal.App("parallel-gpt2")
 volume = modal.Volume.from_name("parallel-gpt2", create_if_missing=True)
-# The repository is in every container's /root, its working directory.
+# In every container the repository is in /root, the working directory.
 image = (
     modal.Image.debian_slim(python_version="3.11")
     .pip_install_from_requirements(str(HERE / "requirements.txt"))

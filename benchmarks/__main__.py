@@ -5,8 +5,8 @@
     python -m benchmarks --list
     BENCHMARK_DATASET=my_folder python -m benchmarks generation     on pairs of your own, de to en
 
-A goal is a ratio that this project set itself. A run in which one is missed says so and ends with
-status 1: a benchmark on a busy machine is not a failure of the code, but nor is it a success.
+A goal is a ratio that this project set itself. A run that misses a goal says so, and ends with
+status 1. On a busy machine that is no failure of the code, but no success either.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How experts are kept equally busy: by a loss, or by biases; and what it costs.
+"""Keeping experts equally busy, by a loss or by biases: how well it works, and what it costs.
 
     python -m benchmarks.balance --seeds 0 1 2 --steps 120
 
-Trains a small GPT-2 with eight experts on the built-in pairs, a run per way and seed, and counts on
-the validation data, at target tokens, how often the busiest expert of a layer was chosen, beside
-the mean of all: 1 is even, 4 is the most for two of eight. A row per run, as soon as it is done;
-each step has pairs of its own, so a run is an epoch.
+Trains a small GPT-2 with eight experts on the built-in pairs, once per way and seed. On the
+validation data, at target tokens, it counts how often the busiest expert of a layer is chosen, over
+the mean of all experts: 1 is even, 4 is the most for two of eight. Each run has its row as soon as
+it is done. No pair is used twice, so a run is one epoch.
 
-`python -m benchmarks` does not run it: it has no times, and trains eighteen models.
+`python -m benchmarks` does not run it: it measures no times, and trains eighteen models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL = (
 
 
 def busiest(rank: Rank) -> float:
-    """The choices of the busiest expert by the mean of all, in the mean of the layers."""
+    """How often the busiest expert is chosen, over the mean of all experts; mean over layers."""
     counts: dict[Any, Any] = defaultdict(int)
 
     def note(layer: RoutedFeedForward, given: Any, _: object) -> None:
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     given = parser.parse_args()
     quiet_libraries()
-    use_cores([0])  # two threads of small products wait for each other longer than they compute
+    use_cores([0])  # two threads would wait for each other longer than they compute
     print(f"{'':22} seed    loss  busiest    BLEU")
     for way, options in WAYS.items():
         for seed in given.seeds:

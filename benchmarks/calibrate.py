@@ -2,21 +2,21 @@
 
     python -m benchmarks.calibrate machine.yaml       plan.py --machine takes the file, or `this`
 
-All cores measure the same at once, since ranks share their memory and their clock:
+All cores measure at the same time, since ranks share the memory's bandwidth and the clock rate:
 
     matrix products     of a block, forward and backward: FLOP/s
     other kernels       norms, GELU and residuals of a block: the bytes that `planning.passes`
-                        counts for them, by their seconds. They are far from the memory's bandwidth:
-                        GELU computes for longer than it reads
-    all-reduces         of `Communicator`, over shared memory, each after a product: bytes and
+                        counts for them, over their seconds. This is far below the memory's
+                        bandwidth: GELU computes for longer than it reads
+    all-reduces         of `Communicator`, over shared memory, each after a product: bandwidth and
                         latency of the links
-    skew                how much longer work takes if all ranks wait for the last one after it, as a
+    skew                how much longer work takes if all ranks then wait for the last one, as a
                         share of the work: from one product and from five before an all-reduce
-    memory              resident, of a process that has imported what a rank imports: of a rank's,
-                        too, the pages that forked ranks share count in each
+    memory              resident memory of a process that has imported what a rank imports. Pages
+                        that forked ranks share count in each of these, too
 
-Each is the median of rounds that take turns. Under a minute. The figures mean nothing on a busy
-machine.
+Each figure is the median over rounds; a round measures all of them. It takes under a minute. The
+figures mean nothing on a busy machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from training.results import peak_bytes
 
 BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
 MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
-MAX_PROCESSES = 8  # processes
+MAX_PROCESSES = 8  # on machines with more cores, too
 REPEATS = 5  # the speed of a shared machine drifts by a third within seconds
 
 
@@ -89,9 +89,9 @@ def _block(positions: int, width: int) -> tuple[float, float, float, float]:
 
 
 def _kernel() -> float:
-    """Seconds of a kernel that has nothing to do, with what modules and autograd take. For the MLP
-    of a block with its norm `planning.passes` counts 6 forward (2 products, and half of the 8
-    others of a block), and 12 backward."""
+    """Seconds of a kernel on next to no data, with the overhead of modules and autograd. For an MLP
+    of a block with its norm `planning.passes` counts 6 kernels forward (2 products, and half of the
+    8 others of a block), and 12 backward."""
     norm, up, down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
     few = torch.randn(2, 8, requires_grad=True)
 
@@ -155,7 +155,7 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
 
 
 def calibrate() -> dict[str, Any]:
-    """The figures of a machine file. Its progress is printed on the standard error."""
+    """The figures of a machine file. Prints its progress to standard error."""
     cores = os.cpu_count() or 1
     ranks = min(max(2, cores), MAX_PROCESSES)
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +168,7 @@ def calibrate() -> dict[str, Any]:
         while not processes.join():
             pass
         found = json.loads(result.read_text("utf-8"))
-    # A ring sends 2 (n-1) / n bytes for each that is summed, over 2 (n-1) hops.
+    # A ring sends 2 (n-1) / n bytes for each byte that is summed, over 2 (n-1) hops.
     sizes = 1024.0 * np.array(MESSAGES) * 2 * (ranks - 1) / ranks
     slope, latency = np.polyfit(sizes, [found[f"{kib} KiB"] for kib in MESSAGES], 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

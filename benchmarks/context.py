@@ -1,9 +1,9 @@
 """Long sequences on one rank, and cut over two: time of a step, and memory.
 
-gpt2-mini, one sequence, fp32, AdamW, no dropout, a core per rank. Memory is what a process' first
-step adds to its resident memory at the peak, without gradients and optimizer state, and beyond what
-a sequence of 64 positions adds: activations, and keys and values in transit. How long a sequence
-fits into 4 GiB, with its model, follows from the two longest ones.
+gpt2-mini, one sequence, fp32, AdamW, no dropout, a core per rank. Memory is what a process's first
+step adds to its resident memory at the peak, without gradients and optimizer state, less what a
+sequence of 64 positions adds: it is activations, and keys and values in transit. The longest
+sequence that fits into 4 GiB together with its model is extrapolated from the two longest ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class _Task(LanguageTask):
-    """The product's task, without a text."""
+    """The project's own task, without a text."""
 
     def __init__(self, world: World, positions: int) -> None:
         self.args, self.device, self.pretrained = Options(), world.device, None
@@ -100,12 +100,12 @@ def _resident(name: str) -> int:
 
 def _memory(world: World, way: str, positions: int, out: Path) -> None:
     contestant = _Contestant(world, way, positions)
-    ctypes.CDLL(None).malloc_trim(0)  # else a step would use what making the model has left
+    ctypes.CDLL(None).malloc_trim(0)  # else a step would reuse memory left from making the model
     before = _resident("VmRSS")
     CLEAR.write_text("5")  # forgets the peak
     contestant.step()
     state = contestant.model.state_bytes()
-    made = state["gradients"] + state["optimizer"]  # by the first step, and they stay
+    made = state["gradients"] + state["optimizer"]  # by the first step; both stay
     most = max(world.gather(_resident("VmHWM") - before - made))
     if world.is_main:
         torch.save((most, sum(state.values())), out)
@@ -129,7 +129,7 @@ def run() -> list[Row]:
             rows.append(Row(name, value, spread, "ms", ratio, WAYS[0], goal))
         held, state = {}, 0
         for way, n in product(WAYS, MEASURED):
-            held[way, n], state = on_two(_memory, way, n)  # state: of the longest, with its wpe
+            held[way, n], state = on_two(_memory, way, n)  # in the end, the state of the longest
         shortest, *others = MEASURED
         for way, n in product(WAYS, others):
             value, alone = (held[w, n] - held[w, shortest] for w in (way, WAYS[0]))

@@ -1,12 +1,12 @@
 """Text larger than memory: how long a run takes to start, what a rank holds, and whether it is as
-fast as with a small text. The text is made up: pairs of 240 bytes, in which 5,000 words are as
-frequent as in a language.
+fast as with a small text. The text is made up: pairs of 240 bytes, of 5,000 words whose frequencies
+are like those of a natural language.
 
     python -m benchmarks data                              200,000 pairs, 48 MB
     python -m benchmarks.data --pairs 10000000             2.4 GB
 
 A start is a process of its own. It reads the text, makes the tokenizer and the tokens, or finds
-them, and then picks and pads one rank's batches, without a model.
+those of an earlier start, and then picks and pads one rank's batches, without a model.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def start(path: Path, workdir: Path) -> tuple[TranslationTask, float]:
 
 
 def one_start(path: Path, workdir: Path, steps: int) -> dict[str, float]:
-    """Seconds of a start; MB afterwards above those before, a tenth of the steps later and at
-    their end; positions per second of the batches of rank 0 of 2."""
+    """Seconds of a start; MB above those before it, after a tenth of the steps and after all;
+    positions per second of the batches of rank 0 of 2."""
     before = resident()
     task, seconds = start(path, workdir)
     whole = min(steps, task.steps_per_epoch)
@@ -113,7 +113,7 @@ def tokenizing(path: Path, workdir: Path, folder: Path) -> Row:
 
 
 def run(pairs: int = 200_000, folder: str | None = None) -> list[Row]:
-    """Starts three times and prints the table."""
+    """Starts twice with each text and prints the table."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         place = Path(name)
         make_text(place / "small.jsonl", SMALL)
@@ -144,7 +144,7 @@ def run(pairs: int = 200_000, folder: str | None = None) -> list[Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200_000)
-    parser.add_argument("--folder", help="where there is room; default: the folder for such files")
+    parser.add_argument("--folder", help="for the text and its tokens; default: a temporary one")
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.start:

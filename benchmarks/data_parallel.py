@@ -6,9 +6,9 @@ optimizer, and take turns.
 - gpt2-mini: gradients averaged per parameter, flat, or in buckets; DistributedDataParallel, also
   with gradients as views of its buckets. `alone` is rank 0 with one core and no second rank. `no
   exchange` is both ranks without any averaging: the most that the hardware gives to two processes
-  at once, and so the bound of any scheme.
+  at once, and so an upper bound for any scheme.
 - 6 blocks of width 512: ZeRO 1, 2 and 3, buckets, and PyTorch's fully_shard (FSDP2). Then ZeRO 3,
-  buckets and FSDP2 each have two processes of their own for a few steps, and memory is counted: the
+  buckets and FSDP2 each run a few steps in two processes of their own, and memory is counted: the
   bytes of parameters, gradients and optimizer state that a rank holds between steps, and the peak
   resident memory beyond what the process had before the model.
 """
@@ -134,7 +134,7 @@ class Contestant:
 
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state on this rank. FSDP2's tensors report
-        the size of the whole, and hold a part."""
+        the size of the whole, but hold a part."""
         if self.fsdp is not None:
             return sum(self.fsdp.held_bytes().values())
         held: list[Tensor] = [t for state in self.optimizer.state.values() for t in state.values()]
@@ -180,8 +180,8 @@ def _memory(world: World, name: str, out: Path) -> None:
 
 
 def speeds(seconds: dict[str, list[float]], baselines: dict[str, float]) -> list[Row]:
-    """A row per contestant, beside the first one; and our best beside other baselines, with what
-    each of these ratios should reach."""
+    """A row per contestant, compared with the first one; and our best compared with further
+    baselines, each with the goal of the ratio."""
     first, ours = next(iter(seconds)), "zero 3" if "zero 3" in seconds else "buckets"
 
     def row(name: str, against: str, goal: float | None = None) -> Row:
@@ -215,8 +215,8 @@ def run() -> list[Row]:
             ("peak resident", peak, "FSDP2", goals[1]),
         ):
             value = sizes[name] / MIB
-            # A goal is met from above: so much of the baseline's memory, plus a tenth for layers
-            # of different sizes.
+            # The goal is at most this share of the baseline's memory, plus a tenth for layers of
+            # different sizes. A row has least ratios, so both are inverted.
             ratio = sizes[baseline] / sizes[name]
             least = goal and 1 / (1.1 * goal)
             rows.append(Row(f"{name}, {what}", value, (value, value), "MiB", ratio,

@@ -1,7 +1,7 @@
-"""Rows of documents that do not see each other, beside rows that are one: tokens per second.
+"""Tokens per second: rows of documents that do not see each other, beside rows of one document.
 
-gpt2-mini, fp32, a forward and a backward of one micro-batch on one core, and of a long row on two
-ranks with a ring. Documents have lengths drawn evenly from one token to twice the median.
+gpt2-mini, fp32: a forward and a backward of one micro-batch on one core, and of the ring attention
+of a long row on two ranks. Documents have lengths drawn evenly from one token to twice the median.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Experts: their products computed in several ways, and a step with experts on each rank or shared.
+"""Experts: their matrix products computed in several ways; a step with all experts on each rank, or
+half of them.
 
 - The first matrix of 8 experts, of which 2 see a position, forward and backward, on one core: a
-  product for each expert, as here; torch's grouped product; all experts padded to the busiest, in a
-  batched product; and a plain matrix of equal arithmetic. Experts are chosen as unevenly as an
-  untrained router does, or one takes half of all rows.
+  product for each expert, as in this project; torch's grouped product; all experts padded to the
+  busiest, in a batched product; and a plain matrix with as many operations. Experts are chosen at
+  random, as by an untrained router, or one takes half of all rows.
 - A step of gpt2-mini with 8 experts on two ranks with a core each: all experts on both, or half on
-  each, so that rows travel and fewer gradients do; and what a rank holds.
+  each, so that rows travel but fewer gradients do; and what a rank holds.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _products(world: World, busiest: float, out: Path) -> None:
 
 
 class _Task(LanguageWithExperts):
-    """The product's task, without a text."""
+    """The project's own task, without a text."""
 
     def __init__(self, world: World) -> None:
         self.args = Options(experts=EXPERTS, top_k=TOP_K)
@@ -109,7 +110,7 @@ class _Task(LanguageWithExperts):
 
 
 class _Contestant:
-    """The ranks that share experts are `ep`."""
+    """A layout in which `ep` ranks share the experts."""
 
     def __init__(self, world: World, ep: int) -> None:
         mesh = make_mesh(ranks_of({"dp": world.world_size, "ep": ep}), 300.0)

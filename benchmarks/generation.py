@@ -3,7 +3,7 @@ by one, against ours. Translations must be the same. The texts are sentences, th
 sentences in a row, so that their lengths differ more; those that fill the model's positions are
 left out.
 
-The model is gpt2-mini after a short training, so that sentences have realistic lengths.
+The model is gpt2-mini after a short training, so that translations have realistic lengths.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def train(task: TranslationTask, model: Replicated, n_steps: int) -> None:
 
 
 def with_more_positions(model: Any) -> Any:
-    """A copy of the model with twice as many positions. In a batch `generate` goes on until every
-    text has ended, and so beyond the last position of the longest, whose end was reached before:
-    what it says there is cut off."""
+    """A copy of the model with twice as many positions. In a batch, `generate` goes on until every
+    text has ended. The longest text may then go beyond the model's last position, after its own
+    end: what is generated there is cut off."""
     longer = copy.deepcopy(model)
     table = longer.transformer.wpe
     longer.transformer.wpe = nn.Embedding(2 * len(table.weight), table.embedding_dim)
@@ -59,7 +59,7 @@ def with_more_positions(model: Any) -> Any:
 def translated(
     model: Any, sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, size: int
 ) -> list[str]:
-    """By `generate`, in batches of `size` texts, padded on the left."""
+    """The translations by `generate`, in batches of `size` texts, padded on the left."""
     stop = tokenizer.convert_tokens_to_ids(eos("en"))
     unused = list(range(len(tokenizer), model.config.vocab_size))  # rows of no token
     sentences = []
@@ -81,8 +81,8 @@ def translated(
 
 
 def sources_of(task: TranslationTask, sentences: Iterable[str], n: int, most: int) -> list[str]:
-    """The first n texts that leave room for a translation: of one, two, ..., `most`, one, ...
-    sentences."""
+    """The first n texts that leave room for a translation. They have one, two, ..., `most`, one,
+    ... sentences."""
     rest, sources = iter(sentences), list[str]()
     while len(sources) < n and (row := list(islice(rest, 1 + len(sources) % most))):
         if len(task.tokenizer(" ".join(row))["input_ids"]) + 1 < LENGTH:
@@ -91,7 +91,7 @@ def sources_of(task: TranslationTask, sentences: Iterable[str], n: int, most: in
 
 
 def compare(model: Replicated, task: TranslationTask, kind: str, sources: list[str]) -> list[Row]:
-    """Rows of both. Raises AssertionError if a text is translated differently."""
+    """Rows of `generate` and of ours. Raises AssertionError if a text is translated differently."""
     said: dict[str, list[str]] = {}
     ours = partial(task.translated, World(), model, sources)
     theirs = partial(translated, with_more_positions(model.module), sources, task.tokenizer)

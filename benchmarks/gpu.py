@@ -5,7 +5,7 @@
     speed     GPT-2 small in bf16, beside the plain loop of a user of transformers, also compiled,
               and DistributedDataParallel
 
-What is checked there: tests/gpu.
+What is checked on a GPU: tests/gpu.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def full_steps(text: Text, epoch: int, num_microbatches: int | None) -> Iterator
 
 
 class Plain:
-    """The loop that a user of transformers writes; `wrap` puts the model into another."""
+    """The loop that a user of transformers writes; `wrap` may compile the model, or add DDP."""
 
     def __init__(self, text: Text, wrap: Callable[[nn.Module], Any] = lambda model: model) -> None:
         self.device = text.world.device
@@ -125,8 +125,8 @@ def timed(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def speed() -> list[Row]:
-    """Tokens per second of GPT-2 small in bf16 with dropout 0.1, in alternation. A user's loop may
-    be compiled as well as ours."""
+    """Tokens per second of GPT-2 small in bf16 with dropout 0.1; contestants take turns. A user can
+    compile the plain loop, too, so there is a row for that."""
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     batch = 32 if memory > 60 else 8 if memory > 20 else 2
     model = ["--model", "gpt2", "--vocab_size", "50304", "--precision", "bf16", "--dropout", "0.1"]
@@ -163,7 +163,7 @@ def speed() -> list[Row]:
 
 @contextmanager
 def waits_inside() -> Iterator[list[str]]:
-    """Where the host has waited for the GPU inside: file and line."""
+    """Where the host waits for the GPU inside the `with`: file and line."""
     places: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,9 +200,9 @@ def waits() -> list[Row]:
 
 
 def memory() -> list[Row]:
-    """Peak of a rank of two, GPT-2 small in bf16 with fp32 weights: 4 bytes of weights, 4 of
-    gradients and 8 of AdamW's moments per parameter, shared out by ZeRO, and 2 of weights to
-    compute with. Each stage must have a lower peak than the one before."""
+    """Peak memory of the larger of two ranks, GPT-2 small in bf16 with fp32 weights: per parameter
+    4 bytes of weights, 4 of gradients and 8 of AdamW's moments, which ZeRO shards, and 2 of weights
+    to compute with. Each stage of ZeRO must have a lower peak than the one before."""
     rows, before = [], math.inf
     for zero in (0, 1, 2, 3):
         strategy = f"fsdp --zero {zero}" if zero else "ddp"

@@ -1,12 +1,14 @@
-"""Processor time of the host for a micro-batch: what a GPU that computes faster would wait for.
+"""Processor time of the host for a micro-batch: a GPU that computes faster would wait for it.
 
 Twelve blocks of width 8 compute next to nothing, so what is left is Python and torch's calls. A
-step is a forward and backward of 4 micro-batches; the time is that of this process (all threads, or
-the first rank), per micro-batch, the least of many steps, taken in turns: a busy machine only adds
-to it. Gradients are not compared: the tests do that.
+step is a forward and backward of 4 micro-batches. The time is that of one process, with all its
+threads, per micro-batch; with several ranks it is the first one's. It is the least of many steps,
+since a busy machine only adds to it; contestants take turns. Gradients are not compared: the tests
+do that.
 
-The ratio is the plain layers' time by a contestant's: 1/1.3 is 0.77. The spread is from the least
-to the median; every 16th step is checked (runtime/guards.py), and takes longer.
+The ratio is the plain layers' time over a contestant's: a goal of 1.3 times the plain time is 0.77.
+The spread is from the least to the median; every 16th step is checked (runtime/guards.py), and
+takes longer.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def square_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def contestants(world: World) -> dict[str, Callable[[], Any]]:
-    """A step of each, by name. With one rank, pipes have a stage; with two, two."""
+    """A step of each, by name. With one rank, pipes have one stage; with two ranks, two."""
     x, y = torch.randn(2, M, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
     n = world.world_size
     sizes = [BLOCKS // n] * n
@@ -83,7 +85,7 @@ def contestants(world: World) -> dict[str, Callable[[], Any]]:
         model: Callable[[Tensor], Tensor],
         local: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Callable[[], None]:
-        """All but the last `local`: nothing is sent."""
+        """A step; all micro-batches but the last run under `local`, where nothing is sent."""
 
         def step() -> None:
             for i, (part, target) in enumerate(zip(x.split(1), y.split(1), strict=True)):
@@ -141,7 +143,7 @@ def _rank(world: World, out: Path) -> None:
     for k in range(ROUNDS + 1):
         for name, step in steps.items():
             if name not in ("plain", "Pipe") and world.world_size > 1:
-                dist.barrier()  # nobody waits, with the processor, for a slower rank's start
+                dist.barrier()  # else a wait for a slower rank would count as processor time
             start = time.process_time()
             step()
             if k:
@@ -153,7 +155,7 @@ def _rank(world: World, out: Path) -> None:
 
 
 def rows_of(milliseconds: dict[str, list[float]], where: str, stages: int) -> list[Row]:
-    """The rows of one run. With several stages a process has a part of the blocks, a Pipe all."""
+    """The rows of one run. With several stages, a rank has a part of the blocks, but a Pipe all."""
     rows, plain = [], min(milliseconds["plain"])
     for name, values in milliseconds.items():
         share = 1 if name in ("plain", "Pipe") else stages

@@ -1,9 +1,9 @@
 """Shards inside a host, replicas across: two hosts of two ranks each, joined by a slow link.
 
 The hosts are network namespaces, whose ranks cannot read each other's memory; `tc` narrows the link
-between them. It takes root, `ip` and `tc`, so `python -m benchmarks` leaves it out.
-Beside the seconds of a step of several micro-batches stand the bytes that one host sends the other,
-as its network interface counts them, headers included.
+between them. It needs root, `ip` and `tc`, so `python -m benchmarks` leaves it out.
+The table has the seconds of a step of several micro-batches, and the bytes that one host sends the
+other, as its network interface counts them, headers included.
 
     python -m benchmarks.hybrid
 """

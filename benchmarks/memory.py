@@ -1,13 +1,13 @@
 """Peak memory of a whole run, with validation and translation, beside that of its steps alone and
-beside what the planner says, in every layout.
+beside the planner's prediction, in every layout.
 
     python -m benchmarks.memory                     all, some five minutes on two cores
     python -m benchmarks.memory ddp pipeline        some
 
-Memory is resident, as the system counts it; the largest of the ranks counts. It hardly differs from
-run to run, so each is one. The vocabulary is GPT-2's: logits are the largest tensor, and evaluation
-must hold no more of them than a step does. All sequences are full, of pairs whose second half is
-long: so a translation has the longest cache.
+Memory is resident memory, as the system counts it, of the rank that has most. It hardly differs
+from run to run, so each figure is of one run. The vocabulary is GPT-2's: logits are the largest
+tensor, and evaluation must hold no more of them than a step does. All sequences are full, and the
+translation in each pair is long, so the cache of a translation is as long as it can be.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def peak(options: str) -> float:
 def run(names: Sequence[str] = ()) -> list[Row]:
     """The goal is at most 1.05 times the memory of the steps: steps / run of 0.95."""
     rows = []
-    # Of a machine memory depends on this alone, as `benchmarks.calibrate` has it of this computer.
+    # Memory depends on no other figures of a machine; `benchmarks.calibrate` sets them to these.
     here = replace(machine("h100"), overlap="nothing", gathered="again", reserve_gb=imported())
     dense = model_of(None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=VOCABULARY, seq=LENGTH)
     for name in names or LAYOUTS:

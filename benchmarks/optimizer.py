@@ -1,9 +1,10 @@
-"""Muon's update: beside torch's own in one process, and with the products dealt out over two ranks.
+"""Muon's update: beside torch's own in one process, and with its products dealt out over two ranks.
 
 The update alone, without forward and backward, of gpt2-mini. One process, one core: the matrices of
-its blocks, query, key and value apart, so that both compute the same; torch's products are bf16
-whatever the weights are, so ours are in that row, too. Two ranks, a core each: the whole update
-(check, momentum, exchange, products, weights) after a backward, and AdamW's under the same layout.
+its blocks, query, key and value apart, so that both compute the same. torch's products are in bf16
+whatever the type of the weights, so ours are in bf16, too, in the row beside it. Two ranks, a core
+each: the whole update (check, momentum, exchange, products, weights) after a backward, and AdamW's
+under the same layout.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {  # of two ranks, by their options
 
 
 class _Task(LanguageTask):
-    """The product's task, without a text."""
+    """The project's own task, without a text."""
 
     def __init__(self, world: World) -> None:
         self.args, self.device, self.pretrained = Options(), world.device, None

@@ -1,4 +1,4 @@
-"""A pipeline step over GPT-2 blocks: two stages, or four, two on each rank; a core each.
+"""A pipeline step over GPT-2 blocks, on two ranks with a core each: one or two stages per rank.
 
 Every transport runs its schedules on the same blocks, batch and loss:
 
@@ -6,8 +6,8 @@ Every transport runs its schedules on the same blocks, batch and loss:
   which one stage computes at a time: the baseline. `pipe(x)` is `Pipe.forward` and `.backward()`;
 - processes: `ProcessPipe`, a rank per stage;
 - torch: `torch.distributed.pipelining`, a rank per stage;
-- one device, all cores: no pipeline, every operator on all cores. Its operators are cut finer than
-  any pipeline; it is what a pipeline has to beat on a laptop.
+- one device, all cores: no pipeline, every operator on all cores. This cuts the work finer than any
+  pipeline does, and is what a pipeline has to beat on a laptop.
 
 For every number of micro-batches the table has our best beside PyTorch's best. Weights are not
 updated: every step computes the same loss and gradients, which are compared.
@@ -45,7 +45,7 @@ from training.options import Options
 
 K, ROUNDS = 2, 3
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128
-USUAL, FURTHER = (4, 8), (2, 16)  # numbers of micro-batches: of all schedules, of the best ones
+USUAL, FURTHER = (4, 8), (2, 16)  # numbers of micro-batches: for all schedules, for the best
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "threads": (("gpipe", "1f1b", "zb", "zbv", "pipe(x)"), ()),
     "processes": (("gpipe", "1f1b", "zb", "interleaved", "zbv"), ("zb", "zbv")),
@@ -212,8 +212,9 @@ class _Bench:
     def check(self, name: str, blocks: Mapping[int, nn.Module]) -> None:
         """Raises AssertionError if a contestant's gradients are not the plain ones.
 
-        Relative to the largest of each tensor: fp32 sums of 4,096 terms of similar size, in other
-        orders, differ by about sqrt(4096) * 6e-8 = 4e-6 of it; more if terms cancel.
+        Differences are relative to the largest element of each tensor: fp32 sums of 4,096 terms of
+        similar size, added in different orders, differ by about sqrt(4096) * 6e-8 = 4e-6 of it;
+        more if terms cancel.
         """
         for k, block in blocks.items():
             for p, want in zip(block.parameters(), self.expected[k], strict=True):

@@ -1,14 +1,14 @@
 """This computer's runs beside the planner's predictions: seconds, bubble and memory of a step.
 
-Measures the computer (`benchmarks.calibrate`), now and again since its speed drifts, trains a few
-steps on pairs of a word and a long text, so that nearly all positions have a target, under every
-strategy on 1 to 4 ranks, a core each, and predicts the same steps. A row's ratio is the smaller of
-predicted and measured by the larger; of a bubble, 1 less their difference. Ranks that share cores
-are predicted with their part of a core. A step is the lower quartile of eight, since other work on
-the machine only makes it longer: it looks like an error of the prediction.
+Measures the computer (`benchmarks.calibrate`), and again after some rows, since its speed drifts.
+Trains a few steps under every strategy on 1 to 4 ranks, a core each, and predicts the same steps.
+Pairs are of a word and a long text, so that nearly all positions have a target. A row's ratio is
+the smaller of predicted and measured over the larger; for a bubble, 1 less their difference. Ranks
+that share a core are predicted with their part of it. The time of a step is the lower quartile of
+eight: other work on the machine only makes steps longer, which looks like an error of the
+prediction.
 
-Stages in threads share one process, in which malloc keeps freed memory of every thread that has
-computed.
+Stages in threads share one process, in which malloc keeps some freed memory of every thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from project.figures.runs import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10
-MICRO = 4  # sequences of a micro-batch; of those of a pipeline, 8
+MICRO = 4  # sequences per micro-batch; in a pipeline, 8
 AGAIN = 6  # rows after which the computer is measured again: its speed drifts
 COMMON = (
     f"--model gpt2-mini --n_layer {LAYERS} --n_embd {WIDTH} --n_head {HEADS} --batch_size {BATCH} "
@@ -43,7 +43,7 @@ KEPT = 64 / 1024  # GiB of a thread's heap that glibc keeps: M_TRIM_THRESHOLD, o
 READER = """
 import project.run_pipeline, transformers.models.gpt2.modeling_gpt2
 print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
-"""  # a process that has imported what it needs, and not yet trained: its KiB
+"""  # prints the KiB of a process that has imported what it needs, and not trained
 TEXT = ROOT / "training" / "tasks" / "corpus" / "english.txt"
 PIPELINES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin")
 
@@ -108,7 +108,7 @@ def of_threads(found: PricedStep) -> float:
 
 
 def say_errors(rows: Sequence[Row]) -> None:
-    """Prints the mean and the worst error of what has the same unit."""
+    """Prints the mean and the worst error of the rows of each unit."""
     errors: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         errors[row.unit][row.name] = 1 - (row.ratio or 0.0)
@@ -118,7 +118,7 @@ def say_errors(rows: Sequence[Row]) -> None:
 
 
 def run() -> list[Row]:
-    """Per run seconds, GiB and, of a pipeline, the bubble."""
+    """The rows of each run: seconds, GiB and, of a pipeline, the bubble."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         pairs = Path(folder) / "pairs.jsonl"

@@ -5,17 +5,18 @@
                                                              runs left out in turn
     python -m benchmarks.planner TABLE.csv --machine a100-80gb [--network 50]  any other table
 
-A table is a CSV file with a row per run: global_batch; layers, hidden, heads and seq; and what else
-benchmarks/runs has. docs/planning_details.md says what is assumed of an empty cell.
+A table is a CSV file with a row per run: global_batch; layers, hidden, heads and seq; and the other
+columns of benchmarks/runs. docs/planning_details.md says what an empty cell means.
 
-The folder has the tables of TABLES. Every fit starts from the same round figures, sees some of the
-rows, and predicts those of the model, or of the number of nodes, that it has not seen: mean and
-worst error, the error that two of three rows stay within, pairs in the right order, and how much
-slower the layout is that is predicted to be the fastest than the fastest that was measured, mean
-and worst, and the same of the layout that `search` prefers. A fit minimises the mean absolute
-logarithm of predicted by measured seconds, every table weighing the same: least squares,
-reweighted. It moves along the closed form of a step, times what the simulation of each row adds to
-it.
+The folder has the tables of TABLES. Every fit starts from the same round figures and sees some of
+the rows. It then predicts the rows of a model, or of a number of nodes, that it has not seen. Each
+line has the mean and worst error; the error that two of three rows stay within; the share of pairs
+in the right order; by how much the layout that is predicted to be the fastest is slower than the
+fastest that was measured, mean and worst; and the same for the layout that `search` prefers.
+
+A fit minimises the mean absolute logarithm of predicted over measured seconds, by reweighted least
+squares; every table has the same weight. It uses the closed form of a step, times the factor by
+which the simulation of each row exceeds it.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     pp, chunks = numbers.get("pp", 1), numbers.get("chunks")
     schedule = row.get("schedule") or "1f1b"
     if schedule == "interleaved" and not chunks:
-        units = model.layers  # or embedding and head as a block each
+        units = model.layers  # if that cannot be cut, embedding and head count as a block each
         units += 0 if units % pp == 0 else 2
         chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
-    if schedule in ("interleaved", "1f1b"):  # which of them, the chunks say
+    if schedule in ("interleaved", "1f1b"):  # the chunks say which
         schedule = "interleaved" if pp > 1 and (chunks or 1) > 1 else "1f1b"
     layout = layout_of(
         **{name: numbers.get(name) for name in ("gpus", "dp", "pp", "tp", "micro_batch", "zero")},
@@ -94,7 +95,7 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
         recompute=RECOMPUTE[row.get("recompute", "")], order="pp-dp-tp",
         precision=row.get("precision") or ("bf16" if "bf16" in machine.tflops else "fp16"),
     )  # fmt: skip
-    # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
+    # Runs with ZeRO 2 and 3 are of torch with fused kernels; gated MLPs came with fused attention.
     attention = "flash" if layout.zero > 1 or model.gated_mlp else machine.attention
     loss = row.get("loss") or ("fused" if layout.zero > 1 else machine.loss)
     nodes = machine.with_nodes(numbers.get("gpus_per_node", machine.gpus_per_node))
@@ -112,10 +113,10 @@ def predicted(row: Row, machine: Machine) -> PricedStep:
 
 def summary(rows: Sequence[Row], machine: Machine) -> dict[str, float]:
     """The errors of a table: of time and memory, mean and worst; the share of pairs of different
-    layouts of the same model, GPUs and batch whose order is right; regret, the seconds that the
-    layout predicted to be the fastest takes more than the fastest; preferred, the same of the
-    layout that `search` prefers; the share of rows that fit or not as predicted. Of several runs of
-    one layout, between which nothing here chooses, the fastest counts for regret."""
+    layouts of the same model, GPUs and batch whose order is right; regret, the share by which the
+    layout predicted to be the fastest is slower than the fastest; preferred, the same for the
+    layout that `search` prefers; the share of rows that fit, or do not, as predicted. If a layout
+    has several runs, the fastest counts for regret: no prediction tells them apart."""
     steps = [(row, predicted(row, machine)) for row in rows]
     errors: dict[str, list[float]] = {"time": [], "memory": []}
     fits, groups = list[bool](), defaultdict[tuple[object, ...], list[Timed]](list)
@@ -160,7 +161,7 @@ def summary(rows: Sequence[Row], machine: Machine) -> dict[str, float]:
 
 def fitted(begin: Machine, tables: Sequence[Sequence[Row]]) -> Machine:
     """The machine with those constants of START that are best for some rows."""
-    # A machine that has none of a cost is of software that has not.
+    # Where a machine has 0 for a cost, its software does not have that cost.
     names = [name for name in START if getattr(begin, name)]
     drawn = random.Random(0)
     tables = [drawn.sample(list(rows), min(ROWS, len(rows))) for rows in tables]
@@ -208,7 +209,7 @@ def _logs(machine: Machine, names: Sequence[str]) -> Numbers:
 
 
 def _moved(machine: Machine, names: Sequence[str], logs: Numbers) -> Machine:
-    """With other constants; no efficiency is above 1."""
+    """The machine with these constants; no efficiency is above 1."""
     values = {
         n: math.exp(min(x, 0.0) if "eff" in n else x) for n, x in zip(names, logs, strict=True)
     }

@@ -1,17 +1,17 @@
 """Complete runs of the programs: whole models, text, optimizer, processes.
 
-- An epoch over 1,600 pairs on two ranks, a core each: run_data_parallel.py beside a first version
-  of such a loop: every sequence padded to 128, a vocabulary of 50,257 rows whatever the text needs,
-  logits at every position, tokenising in collate, an all-reduce per parameter after backward. Sizes
-  of blocks, optimizer, rate, batches and number of steps are the same. Ours is the whole epoch with
-  the tokenizing before it.
+- An epoch over 1,600 pairs on two ranks, a core each: run_data_parallel.py beside a plain loop,
+  which pads every sequence to 128, has a vocabulary of 50,257 rows whatever the text needs,
+  computes logits at every position, tokenizes in collate, and runs an all-reduce per parameter
+  after backward. Sizes of blocks, optimizer, rate, batches and number of steps are the same. Our
+  time is that of the whole epoch and of the tokenizing before it.
 - run_pipeline.py on 8 blocks of width 512: zero bubble beside one stage at a time.
 - train.py: every strategy with one worker and with two, on GPT-2 with sentences of one length, so
-  that a step is the same work for all. DDP and FSDP halve each worker's part of the batch; a
-  pipeline of M micro-batches is at best 2M/(M+1) times as fast as one worker that runs the stages
-  in turn; `model` is that worker, spread over two cores that wait for each other.
+  that a step is the same work for all. Under DDP and FSDP each of two workers has half of the
+  batch. A pipeline of M micro-batches is at best 2M/(M+1) times as fast as one worker that runs the
+  stages in turn; `model` is that worker, spread over two cores that wait for each other.
 
-A step is a median without the first, which has one-time costs.
+The time of a step is the median without the first step, which has one-time costs.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def epoch() -> list[Row]:
 
 
 def steps(name: str, command: str, baseline: list[float], goal: float | None) -> tuple[Row, float]:
-    """The row of a program's step, beside a baseline; its loss in the end. An empty baseline
-    becomes its own seconds."""
+    """The row of a program's step, beside a baseline; its loss in the end. An empty `baseline` is
+    filled with the seconds of this program."""
     summary = program(command)
     seconds = summary["step_seconds"][1:]
     ratio = statistics.median(baseline or seconds) / statistics.median(seconds)

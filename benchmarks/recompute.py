@@ -1,7 +1,7 @@
 """What recomputation costs in time: a step of two stages in threads, a core each, GPipe and 1F1B.
 
-Forward is a third of a step, so a step that repeats all of it takes 1.33 times as long. What it
-saves in memory is counted by tests/test_recompute.py and derived in docs/mathematics.md.
+Forward is a third of a step, so a step that repeats all of it takes 1.33 times as long. The memory
+that this saves is counted by tests/test_recompute.py and derived in docs/mathematics.md.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ HEADS_AND_LOSSES: dict[str, Callable[..., Tensor]] = {"fused": _fused, "gathered
 
 
 def _head(world: World, names: list[str], rounds: int, out: Path) -> None:
-    """Seconds of each, and how much memory they took at most beyond what was there."""
+    """Seconds of each way, and the peak of memory above that before them."""
     ranks, generator = Communicator(dist.group.WORLD), torch.Generator().manual_seed(world.rank)
     rows = -(-PUBLISHED // world.world_size)
     weight = (torch.randn(rows, WIDTH, generator=generator) / WIDTH**0.5).requires_grad_()

@@ -1,10 +1,9 @@
 """Predicts a step of training: its seconds and where they go, and the memory of every stage.
 
 The seconds of passes (`passes.py`), of messages and of collectives go into the simulator with the
-schedule's own lists. Memory is what can be counted, with as many micro-batches as the lists keep
-alive.
+schedule's own lists. Memory is counted, for as many micro-batches as the lists keep alive.
 
-The model and its constants are explained in docs/planning.md, and what it leaves out.
+docs/planning.md explains the model and its constants, and says what it leaves out.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ from .passes import (
 )
 from .simulate import CAUSES, Simulator, Work, with_times
 
-# Read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
+# Bytes read and written per parameter by unscaling, clipping, AdamW and the copy to 16 bits.
 UPDATE_BYTES = 48
 GIB = 2**30
-BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, beside backward: DDP's own
-FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
+BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, during backward: DDP's default
+FRAGMENTS = 0.05  # the share of a GPU's memory that fragmentation wastes
 KEPT = 32 * 2**20  # bytes: glibc's malloc gives larger tensors back to the system, once freed
 
 
 def blocks_of_stages(model: Model, layout: Layout, machine: Machine) -> list[int]:
-    """The blocks of each stage: as many each, embedding and head counted as a block if that divides
-    them, or else cut where the work of blocks and head is even."""
+    """How many blocks each stage has. `uniform`: equally many, if necessary with the embedding and
+    the head counted as a block each. `auto`, and where neither divides: cut to even out the work
+    of blocks and head."""
     n, layers = layout.stages, model.layers
     if n == 1 or (machine.balance == "uniform" and layers % n == 0):
         return [layers // n] * n
@@ -55,13 +55,13 @@ def blocks_of_stages(model: Model, layout: Layout, machine: Machine) -> list[int
 
 
 class Memory(NamedTuple):
-    """Bytes of a GPU of a rank of the pipeline, by kind."""
+    """Bytes on a GPU of one pipeline rank, by kind."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    working: float  # of one block that is computed again, the loss, what is gathered, evaluation
+    working: float  # a block that is computed again, the loss, gathered parameters, evaluation
     reserve: float  # the framework's own, and buffers of collectives
 
 
@@ -77,18 +77,18 @@ class PricedStage(NamedTuple):
     passes: Passes
     exchange: float
     update: float
-    parameters: float  # that a GPU has of it
-    shard: float  # of them, those that it alone updates under ZeRO
-    held: float  # bytes until the backward of a micro-batch
-    working: float  # bytes more, while a backward runs
-    cached: float  # bytes of keys and values, while texts are continued
+    parameters: float  # of the stage on one GPU
+    shard: float  # those of them that this GPU alone updates under ZeRO
+    held: float  # bytes per micro-batch, until its backward
+    working: float  # further bytes while a backward runs
+    cached: float  # bytes of keys and values while text is generated
 
 
 class PricedStep:
-    """The step of a layout, predicted. What its actions cost is known at once; they are put in
-    order when the seconds are first asked for.
+    """The predicted step of a layout. The costs of its actions are computed at once; the simulation
+    runs when the seconds are first asked for.
 
-    Raises ValueError if the layout cannot run, unless it has run (`legal` is False).
+    Raises ValueError if the layout cannot run. `legal=False` skips this check, for measured runs.
     """
 
     def __init__(self, model: Model, layout: Layout, machine: Machine, legal: bool = True) -> None:
@@ -100,11 +100,11 @@ class PricedStep:
         self.block, self.head = costs(model, layout, machine)
         self.usable_gb = machine.memory_gb * (1 - FRAGMENTS)
         tp, pp, n, ep = layout.tp, layout.pp, layout.stages, layout.ep
-        # The ranks that share one copy, or that add up gradients; and those with the same shards.
+        # replicas: ranks that share one copy, or add up gradients. of_shards: those with one shard.
         self.replicas = group(machine, layout.sharing, layout.stride)
         more = layout.copies // layout.sharing
         self.of_shards = group(machine, more, layout.stride * layout.sharing)
-        # Of an expert; without --ep experts are as all other parameters.
+        # Replicas of an expert. Without --ep experts are treated like all other parameters.
         of_expert = layout.sharing // ep if ep > 1 else 1
         self.of_experts = group(machine, of_expert, layout.stride * layout.cp * ep)
         self.block_size = (model.attention + model.experts // ep * model.mlp) / tp
@@ -116,7 +116,7 @@ class PricedStep:
         self.early = machine.overlap == "all" or (self.overlapped and not layout.zero)
         small = self.simulator(1)
         listed = set(small.actions)
-        # Of a V, the first rank has both ends of the model, and one table if they are tied.
+        # In a V, the first rank has both ends of the model, and only one table if they are tied.
         self.one_table = model.tied and small.ranks[-1] == 0
         priced = cache(self._stage)  # most stages are alike
         self.stages = [
@@ -128,24 +128,24 @@ class PricedStep:
             self.of_ranks[rank].append(stage)
         step = machine.step_ms * 1e-3
         self.updates = [step + sum(stage.update for stage in of_rank) for of_rank in self.of_ranks]
-        # Of neighbouring stages.
+        # The link between neighbouring stages.
         stride = tp * layout.copies if layout.order == "pp-dp-tp" else tp
         pair = over_nodes(machine, 2, 1 if pp * stride > machine.gpus_per_node else 2)
         sent = self.size * layout.micro_batch * model.seq * model.hidden / tp / layout.cp
-        # Of what two ranks gather, half is sent.
+        # `scatter` takes the size of the result, of which each of two ranks sends half.
         self.message = pair.scatter(2 * sent)
-        if model.tied and not self.one_table:  # both ends add their gradients of the embedding
+        if model.tied and not self.one_table:  # both ends add up its gradient
             tied = pair.reduce(gradient_bytes(layout) * model.table / tp)
             self.updates[0] += tied
             self.updates[-1] += tied
 
     @property
     def nodes(self) -> int:
-        """How many it is on."""
+        """How many nodes it is on."""
         return self.layout.gpus // self.machine.gpus_per_node
 
     def simulator(self, num_microbatches: int) -> Simulator:
-        """Its schedule's lists. One rank has F0 B0 F1 B1 ... under every schedule."""
+        """The simulator of its schedule. A single rank has F0 B0 F1 B1 ... under every schedule."""
         at, pp = self.layout, self.layout.pp
         name, chunks = (at.schedule, at.chunks) if pp > 1 else (Layout.schedule, None)
         return _prepared(name, pp, num_microbatches, chunks)
@@ -160,7 +160,7 @@ class PricedStep:
         tables = first + (last and not self.one_table)
         number = blocks * self.block_size + tables * model.table / layout.tp
         apart = blocks * model.experts / layout.ep * model.mlp / layout.tp * (layout.ep > 1)
-        if layout.zero > 1:  # every micro-batch reduces gradients, and with ZeRO-3 gathers
+        if layout.zero > 1:  # every micro-batch reduces gradients, and ZeRO-3 gathers
             reduced = self._by_block(blocks, number, apart)
             gathered = reduced if layout.zero == 3 else 0.0
             forward = forward._replace(gathering=self._exposed(gathered, forward.seconds))
@@ -174,12 +174,12 @@ class PricedStep:
         return PricedStage(passes, exchange, update, number, shard, held, working, cached)
 
     def _scattered(self, each: float, number: float, apart: float) -> float:
-        """Seconds to reduce or gather `each` bytes of every parameter; `apart`: of experts."""
+        """Seconds to reduce or gather `each` bytes per parameter; `apart` of these are experts'."""
         shared = self.replicas.scatter(each * (number - apart))
         return shared + self.of_experts.scatter(each * apart)
 
     def _by_block(self, blocks: int, number: float, apart: float) -> float:
-        """The same, in 16 bits, block by block."""
+        """As `_scattered`, block by block, in the type of the products."""
         parts = max(1, blocks)
         return parts * self._scattered(self.size / parts, number, apart)
 
@@ -194,7 +194,7 @@ class PricedStep:
         if layout.zero < 2:
             exchange = self._scattered(each, number, apart) * (1 if layout.zero else 2)
         if layout.zero < 2 and overlap == "gradients":
-            # nanotron's: DDP's buckets, or under ZeRO-1 a sum of all of them after backward.
+            # nanotron: DDP's buckets, or under ZeRO-1 one sum of all gradients, after backward.
             buckets = 1.0 if layout.zero else max(1.0, self.size * number / BUCKET)
             exchange = 2 * buckets * self._scattered(each / buckets, number, apart)
         if layout.copies > layout.sharing:  # once per step, between groups with one copy each
@@ -203,7 +203,7 @@ class PricedStep:
             last_sum = exchange * tables * model.table / (number * layout.tp)
             exchange, update = exchange - last_sum, update + last_sum
         if layout.zero in (1, 2):
-            # The parameters that others have updated; or those of the first block to compute.
+            # Gathers what other ranks have updated. Only the first block waits, if this overlaps.
             beside = max(1, blocks) if overlap == "all" else 1
             update += self._by_block(blocks, number, apart) / beside
             update += self.machine.slices_us * 1e-6 * layout.sharing * blocks
@@ -212,17 +212,18 @@ class PricedStep:
     def _memory_of_stage(
         self, blocks: int, tables: int, last: bool, halves: bool, number: float
     ) -> tuple[float, float]:
-        """Bytes until the backward of a micro-batch, and those more while a backward runs."""
+        """Bytes per micro-batch until its backward, and further bytes while a backward runs."""
         again = self.layout.recompute == "always"
         held, working = blocks * (self.entry if again else self.whole), self.whole * again
         working += self.late * blocks * halves
         if last:
-            # Bytes per logit that wait for backward, and all when it begins. fused: of the type of
-            # products; plain: a log-softmax in fp32 at least, and two gradients like it.
+            # Bytes per logit: those that wait for backward, and all when backward begins. fused:
+            # logits and gradient in the type of the products; plain: also a log-softmax, in
+            # at least fp32, and two gradients of its size.
             log, fused = max(4, self.size), self.machine.loss == "fused"
             waiting = self.size if fused or self.size == log else log + self.size
             most = 2 * self.size if fused else 3 * log
-            if halves:  # what waits for W is the gradient of the logits alone
+            if halves:  # only the gradient of the logits waits for W
                 held += self.logits * self.size
                 waiting = 0
             held += self.logits * waiting
@@ -231,7 +232,7 @@ class PricedStep:
         if tables or last:  # the gradient of the embedding, or of the head, twice
             twice = 2 * self.size * self.model.table / self.layout.tp
             if last and self.on_cores and self.size * self.logits >= KEPT:
-                # By then the system has the log-softmax back, and only logits are there.
+                # By then the system has the log-softmax's memory back; only the logits are left.
                 working = max(working, twice + (2 * self.size - waiting) * self.logits)
             else:
                 working += twice
@@ -243,9 +244,9 @@ class PricedStep:
         return held, working
 
     def _exchanged(self, number: float, tables: int) -> float:
-        """Bytes that cores hold for sums over replicas: of gradients in buckets, beside those that
-        stages add up; of the two last units under ZeRO-2 and 3; and what a rank reads of others'
-        memory, which counts as its own."""
+        """Bytes held for sums over replicas, if ranks run on cores: gradients in buckets, which are
+        copies of those that stages add up, or under ZeRO-2 and 3 the gradients of the last two
+        units; and what a rank reads of other ranks' memory, which counts as its own."""
         layout, each = self.layout, gradient_bytes(self.layout)
         if not self.on_cores or layout.sharing == 1:
             return 0.0
@@ -258,12 +259,12 @@ class PricedStep:
 
     def _exposed(self, seconds: float, work: float) -> float:
         """What ZeRO-2's and 3's collectives add to the seconds of a pass over a micro-batch."""
-        if self.on_cores:  # then its ranks wait for the last one, too
+        if self.on_cores:  # nothing overlaps, and ranks wait for the last of them
             return seconds + self.machine.skew * work
         return max(0.0, seconds - work)  # parameters are fetched ahead
 
     def work(self) -> Work:
-        """For the simulator."""
+        """The input of the simulator."""
         forward, backward, late = (
             [stage.passes[k].seconds for stage in self.stages] for k in range(3)
         )
@@ -278,8 +279,8 @@ class PricedStep:
 
     @cached_property
     def least_seconds(self) -> float:
-        """That the step takes at least, in any order: of each rank, its work, once its first
-        micro-batch has come through the stages before, and then what its gradients take."""
+        """A lower bound of the step's seconds, for any order. A rank's first micro-batch passes the
+        stages before it; then the rank does all its work, its exchange and its update."""
         m, bound, before = self.layout.num_microbatches, 0.0, 0.0
         for of_rank, update in zip(self.of_ranks, self.updates, strict=True):
             busy = sum(s.passes.forward.seconds + s.passes.backward.seconds for s in of_rank)
@@ -289,10 +290,10 @@ class PricedStep:
         return bound
 
     def _numbers(self, of: Callable[[Simulator], list[float]]) -> list[float]:
-        """Numbers `of` the step. A long one repeats itself: two short ones, with n micro-batches
-        more in the second, tell what n in its middle add, if anything."""
+        """Numbers `of` the step. A long step repeats itself. So two short ones are simulated, the
+        second with n micro-batches more: their difference is what any further n add."""
         n, m = self.layout.pp, self.layout.num_microbatches
-        times = 5 + 8 // n  # a V falls into step late, and so do a few ranks
+        times = 5 + 8 // n  # a V, or a pipeline of few ranks, becomes periodic late
         if m < (times + 2) * n or self.layout.schedule not in SCHEDULES:
             return of(self.simulator(m))
         few, more = (of(self.simulator(k * n + m % n)) for k in (times, times + 1))
@@ -301,7 +302,8 @@ class PricedStep:
 
     @cached_property
     def _times(self) -> list[float]:
-        """Seconds of the step, of its actions from first to last, and of those of the mean rank."""
+        """Seconds of the step, from its first action to the end of its last, and of the mean rank's
+        work."""
 
         def of(simulator: Simulator) -> list[float]:
             simulated = simulator.run(self.work())
@@ -321,17 +323,17 @@ class PricedStep:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """The seconds by purpose, of the mean rank."""
+        """The mean rank's seconds, by purpose."""
         n, m, total = self.layout.pp, self.layout.num_microbatches, Pass()
         for stage in self.stages:
             total = total.plus(stage.passes.forward, m / n).plus(stage.passes.backward, m / n)
         parts, busy = total._asdict(), self._times[2]
-        parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
+        parts["host"] = busy - total.device - total.gathering  # beyond the GPU's own seconds
         work = self.work()
         idle = self._numbers(lambda s: [s.run(work).idle.get(cause, 0.0) for cause in CAUSES])
         parts |= dict(zip(CAUSES, idle, strict=True))
         parts["update"] = sum(self.updates) / n
-        # What a rank waits while its messages are sent is no gap between actions.
+        # While a message holds up its sender, the simulator sees no gap between actions.
         parts["transfer"] += max(0.0, self.seconds - sum(parts.values()))
         return parts
 
@@ -347,14 +349,14 @@ class PricedStep:
 
     @cached_property
     def memory(self) -> list[Memory]:
-        """Per rank of the pipeline."""
+        """What each rank of the pipeline holds."""
         layout, ranks = self.layout, list[Memory]()
         sharded = [layout.zero >= first for first in (3, 2, 1)]
-        # Some trainers keep bf16's gradient beside the sum in fp32.
+        # Some trainers keep a gradient in bf16 in addition to its sum in fp32.
         second = self.machine.second_gradient * (layout.precision == "bf16")
         states = (self.size, gradient_bytes(layout) + second, 12)
-        # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
-        # parameters, whose 16 bits are only gathered.
+        # In mixed precision the fp32 weights count as the optimizer's. Under ZeRO-3 they are the
+        # parameters, and copies of 16 bits exist only while they are gathered.
         if self.size >= 4 or layout.zero == 3:
             weight = max(4, self.size)
             states = (weight, weight, 2 * weight)
@@ -380,5 +382,5 @@ class PricedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU has enough memory, and some more for fragments."""
+        """Whether every GPU has enough memory, with some to spare for fragmentation."""
         return self.memory_gb <= self.usable_gb

@@ -1,7 +1,7 @@
 """What a prediction is about: a model, its layout over GPUs, and a machine, which is a small YAML
 file.
 
-Every mistake is a ValueError of one sentence with the value, the rule, and what works.
+A user's mistake raises ValueError, with one sentence: the value, the rule, and what works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 Figures = dict[str, Any]  # of a machine
 Lines = Mapping[str, tuple[float, ...]]
-NETWORKS: Lines = {  # GB/s of a node, seconds of a message in us: line rates
+NETWORKS: Lines = {  # GB/s of a node, at the line rate; us per message
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
     "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
 }  # fmt: skip
@@ -32,8 +32,8 @@ LINKS: Lines = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. Its fields, and those of a layout, are options of plan.py and columns of a
-    table."""
+    """A transformer. Its fields and those of a layout are options of plan.py, and columns of a
+    table of measured runs."""
 
     layers: int
     """blocks"""
@@ -54,9 +54,9 @@ class Model:
     kv_heads: int | None = None
     """heads of keys and values; default: as many as heads"""
     experts: int = 1
-    """MLPs of a block, of which a router chooses; default: 1"""
+    """MLPs of a block, among which a router chooses; default: 1"""
     top_k: int = 1
-    """experts that compute a position; default: 1"""
+    """experts that compute each position; default: 1"""
 
     @property
     def kv_share(self) -> float:
@@ -89,8 +89,8 @@ class Model:
         return self.layers * self.block + (1 if self.tied else 2) * self.table
 
     def flops(self, sequences: int) -> float:
-        """Operations of the model in a step, recomputation not counted: attention looks back
-        only, so that half of its products count."""
+        """Operations of the model in a step, without recomputation. Attention only looks back, so
+        half of its products count."""
         block = 2 * (self.attention + self.top_k * self.mlp) + 2 * self.seq * self.hidden
         return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
 
@@ -114,8 +114,8 @@ class Layout:
     """How a step is laid out. Its options are those of train.py. `dp` counts all replicas; groups
     of `ep` of them share the experts.
 
-    `order`: which ranks are neighbours, outermost first. Tensor is always innermost: train.py has
-    replicas outermost (dp-pp-tp), Megatron-LM and nanotron have stages outermost (pp-dp-tp).
+    `order`: the axes, outermost first; ranks on the last one are neighbours. tp is always last:
+    train.py has replicas outermost (dp-pp-tp), Megatron-LM and nanotron stages (pp-dp-tp).
     """
 
     gpus: int
@@ -125,7 +125,7 @@ class Layout:
     cp: int = 1
     """parts of every sequence"""
     pp: int = 1
-    """stages of layers"""
+    """ranks of a pipeline"""
     tp: int = 1
     """parts of every matrix"""
     ep: int = 1
@@ -141,20 +141,22 @@ class Layout:
     chunks: int | None = None
     """stages per rank, of interleaved"""
     zero: Annotated[int, (0, 1, 2, 3)] = 0
-    """replicas divide: 1 optimizer state, 2 + gradients, 3 + parameters; default in predict: 0"""
+    """what replicas divide: 1 optimizer state, 2 also gradients, 3 also parameters; default in
+    predict: 0"""
     recompute: Annotated[str, ("never", "selective", "always")] = "never"
-    """compute activations again in backward; selective: of attention; default in predict: never"""
+    """compute activations again in backward; selective: only attention's; default in predict:
+    never"""
     precision: Annotated[str, tuple(BYTES)] = "bf16"
     """default: bf16"""
     sequence_parallel: bool = False
     """split the positions, too, outside the cut matrices"""
     shards: int | None = None
-    """replicas that share one copy under ZeRO, as many as a node has; divides dp; default: all"""
+    """replicas that share one copy under ZeRO, such as those of a node; divides dp; default: all"""
     order: str = "dp-pp-tp"
 
     @property
     def num_microbatches(self) -> int:
-        """How many a replica has in a step."""
+        """How many micro-batches a replica has in a step."""
         return -(-self.batch_size // (self.dp * self.micro_batch))
 
     @cached_property
@@ -169,17 +171,17 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """How many of these share one copy in shards, or could."""
+        """How many of these ranks share one copy in shards, or could under ZeRO."""
         return (self.shards or self.dp) * self.cp
 
     @property
     def stride(self) -> int:
-        """From a rank to the one that has the next positions."""
+        """The distance from a rank to the one that has the next positions."""
         return self.tp * (1 if self.order == "pp-dp-tp" else self.pp)
 
     def nodes(self, most: int) -> int:
-        """The fewest nodes of `most` GPUs at most that have equally many each. Raises ValueError
-        if these are more than twice as many as could hold them."""
+        """The fewest nodes of at most `most` GPUs that share the GPUs equally. Raises ValueError if
+        these are more than twice as many nodes as could hold them."""
         fewest = -(-self.gpus // most)
         nodes = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
         if nodes > 2 * fewest:
@@ -190,14 +192,14 @@ class Layout:
         return nodes
 
     def check(self, model: Model) -> None:
-        """Raises ValueError if it cannot run."""
+        """Raises ValueError if the layout cannot run this model."""
         per, heads, shared = self.dp * self.micro_batch, model.heads, model.kv_heads or model.heads
         rules = (
             (model.hidden % heads == 0,
              f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide; "
              f"--n_embd {_up(model.hidden, heads)} works"),
             (heads % shared == 0,
-             f"--kv_heads {shared} --n_head {heads}: as many queries share each; "
+             f"--kv_heads {shared} --n_head {heads}: equally many queries share each; "
              f"--kv_heads {math.gcd(shared, heads)} works"),
             (self.batch_size % per == 0,
              f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
@@ -213,8 +215,8 @@ class Layout:
              f"--ep {self.ep} --experts {model.experts} --dp {self.dp}: ranks have equally many "
              f"experts; --ep {math.gcd(model.experts, self.dp)} works"),
             (self.dp % (self.shards or 1) == 0 and (self.shards or self.ep) % self.ep == 0,
-             f"--shards {self.shards} --dp {self.dp} --ep {self.ep}: the replicas fall into groups "
-             f"of as many, each with all experts; --shards {self.dp} works"),
+             f"--shards {self.shards} --dp {self.dp} --ep {self.ep}: the replicas form groups "
+             f"of this size, each with all experts; --shards {self.dp} works"),
             (self.shards is None or self.zero > 0,
              f"--shards {self.shards}: without --zero every replica has a whole copy; "
              "--zero 1 works"),
@@ -231,14 +233,14 @@ class Layout:
 
 
 def _up(number: int, of: int) -> int:
-    """The next multiple."""
+    """The smallest multiple of `of` that is not below the number."""
     return -(-number // of) * of
 
 
 @dataclass(frozen=True)
 class Machine:
     """A cluster, and how well the software that it was calibrated with uses it. A file may begin
-    with `like: NAME` and change some of these."""
+    with `like: NAME` and change some figures of that machine."""
 
     name: str
     source: str
@@ -259,25 +261,25 @@ class Machine:
     network_us: float
     slices_us: float  # to copy one replica's part of a block that ZeRO-1 has gathered
     collective_us: float
-    staged_us: float  # more of it for each of the ranks, if stages lie on several nodes
-    skew: float  # of its work, by which the last rank of tensor parallelism is later than the mean
+    staged_us: float  # added to collective_us per rank of tp, if stages are on several nodes
+    skew: float  # the part of its work by which the last rank of tp is later than the mean
     step_ms: float
-    # What runs beside computation; each word also means those before it. zero: collectives of
+    # What overlaps with computation; each word includes those before it. zero: collectives of
     # ZeRO-2 and 3; gradients: their exchange, and messages between stages; all: ZeRO-1's gathering.
     overlap: Annotated[str, ("nothing", "zero", "gradients", "all")]
     reserve_gb: float
-    second_gradient: float  # bytes a parameter under bf16, beside its gradient in fp32
-    # Runs that were kept back: the error that two of three stayed within, and the most nodes; 0
-    # without any. A file does not have them from the machine that it is like.
+    second_gradient: float  # bytes per parameter under bf16, in addition to its gradient in fp32
+    # Of runs that were kept out of the fit: the error that two of three stayed within, and the most
+    # nodes; 0 if there were none. `like` does not copy these two.
     error: float
     measured_nodes: int
     attention: Annotated[str, ("flash", "unfused")]
     loss: Annotated[str, ("fused", "plain")]
     balance: Annotated[str, ("uniform", "auto")]  # of stages
-    gathered: Annotated[str, ("kept", "again")]  # what sequence parallelism gathers, for backward
+    gathered: Annotated[str, ("kept", "again")]  # for backward: what sequence parallelism gathers
 
     def per_second(self, precision: str) -> float:
-        """FLOP/s of large matrix products. What has no TF32 computes it as fp32."""
+        """FLOP/s of large matrix products. A machine without TF32 computes it as fp32."""
         if precision == "tf32" and precision not in self.tflops:
             precision = "fp32"
         if precision not in self.tflops:
@@ -289,17 +291,17 @@ class Machine:
 
     @property
     def memory_per_second(self) -> float:
-        """Bytes that kernels read and write."""
+        """Bytes that kernels read and write in a second."""
         return self.memory_gbs * 1e9 * self.memory_efficiency
 
     def with_nodes(self, gpus: int) -> Machine:
-        """Nodes of `gpus` GPUs, each with its part of the network."""
+        """The machine with nodes of `gpus` GPUs, each GPU with its part of the network."""
         share = self.network_gbs * gpus / self.gpus_per_node
         return replace(self, gpus_per_node=gpus, network_gbs=share)
 
     def shared(self, ranks: int) -> Machine:
-        """One node whose cores these ranks share, if they are more: they compute in turns, and copy
-        and answer each other in turns."""
+        """One node whose cores `ranks` ranks share. If there are more ranks than cores, they
+        compute, copy and answer each other in turns."""
         part = min(1.0, self.gpus_per_node / ranks)
         return replace(
             self, gpus_per_node=max(ranks, self.gpus_per_node), memory_gbs=self.memory_gbs * part,
@@ -312,9 +314,9 @@ class Machine:
 def machine(
     name: str, network: str | None = None, link: str | None = None, own: Figures | None = None
 ) -> Machine:
-    """The machine of a YAML file, or of `machines/`, by its name, or of its own figures; with
-    another network, a name or GB/s of a node, or other links, a name or GB/s of a GPU. Raises
-    ValueError if there is none."""
+    """The machine of a YAML file, of a name in `machines/`, or of `own` figures. `network` replaces
+    its network, by a name or GB/s of a node; `link` its links, by a name or GB/s of a GPU. Raises
+    ValueError if there is no such machine."""
     is_file = Path(name).suffix in (".yaml", ".yml")
     path = Path(name) if is_file else MACHINES / f"{name.lower()}.yaml"
     figures: Figures = {"name": name, **own} if own else _read(path, name)
@@ -328,7 +330,7 @@ def machine(
     for figure in sorted(figures.keys() ^ kinds.keys()):
         wrong = "is missing" if figure in kinds else "is no figure of a machine"
         raise ValueError(
-            f"{name}: {figure} {wrong}; `like: a100-80gb` takes all that a file does not say"
+            f"{name}: {figure} {wrong}; `like: a100-80gb` gives all that a file leaves out"
         )
     for figure, value in figures.items():
         if words := choices(kinds[figure]):
@@ -346,7 +348,7 @@ def machine(
 
 
 def _read(path: Path, said: str) -> Figures:
-    """The figures of a machine's file, and of those of `machines/` that it is `like`."""
+    """The figures of a machine's file, on top of those of the machine that it is `like`."""
     if not path.is_file():
         raise ValueError(f"--machine {said}: a YAML file, or one of {', '.join(machines())}")
     try:
@@ -357,23 +359,23 @@ def _read(path: Path, said: str) -> Figures:
         ) from None
     like = own.pop("like", None)
     others = _read(MACHINES / f"{like}.yaml", f"{said}, like: {like}") if like else {}
-    # How right the planner is on another machine says nothing of this one.
+    # How right the planner is on one machine says nothing about another.
     unmeasured = {"error": 0.0, "measured_nodes": 0}
     return others | unmeasured | {"name": path.stem} | own
 
 
 def machines() -> list[str]:
-    """The names of those that come with the project."""
+    """The names of the machines that come with the project."""
     return sorted(file.stem for file in MACHINES.glob("*.yaml"))
 
 
 def is_number(value: object, above: float) -> bool:
-    """Whether it is a finite number above another."""
+    """Whether `value` is a finite number above `above`."""
     return isinstance(value, int | float) and above < value < math.inf
 
 
 def as_number(text: str) -> float:
-    """NaN if it is none."""
+    """The number that the text is, or NaN."""
     try:
         return float(text)
     except ValueError:
@@ -399,8 +401,8 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
 
 
 def layout_of(gpus: int | None = None, **given: Any) -> Layout:
-    """What is not given, or None, is the default; replicas are on all GPUs that the other axes
-    leave. Raises ValueError if they are not."""
+    """The layout of these options. Those that are missing or None have their defaults; that of dp
+    is all GPUs that the other axes leave. Raises ValueError if the axes do not multiply to gpus."""
     given = {name: value for name, value in given.items() if value is not None}
     others = math.prod(given.get(axis, 1) for axis in RANKS if axis != "dp")
     given.setdefault("dp", max(1, (gpus or 1) // others))
@@ -412,5 +414,5 @@ def layout_of(gpus: int | None = None, **given: Any) -> Layout:
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """The only values that a field of this type has; none if there are others."""
+    """The only values that a field of this type may have; empty if it may have any."""
     return hint.__metadata__[0] if get_origin(hint) is Annotated else ()

@@ -1,14 +1,14 @@
-"""Searches the order of a pipeline's actions: shorter than any schedule that has a name, for these
+"""Searches an order of a pipeline's actions that is shorter than every named schedule, for given
 times, messages and memory.
 
-Idea. Start from the best named schedule that fits the memory: one each with a stage per rank, with
-two in a V, and with two in loops. Cut every backward into its halves I and W. Then move one action
-after the other to another place of its rank's list, and keep each move that can run, fits the
-memory and takes no longer. A move never passes an action of the same kind and stage, so that
-micro-batches stay in order: a step gives the bits of every other schedule.
+Idea. Start from the best named schedules that fit the memory, one for each way to place stages: one
+per rank, two per rank in a V, and two per rank in a loop. Cut every backward into its halves I and
+W. Then move single actions to other places of their rank's list. Keep a move if the lists can still
+run, fit the memory and take no longer. A move never passes an action of the same kind and stage. So
+micro-batches stay in order, and a step gives the same bits as under every other schedule.
 
 `bound` is a time that no order beats. A rank cannot begin before its first micro-batch arrives, it
-does all of its work, and after its last I a gradient still travels to stage 0. It knows nothing of
+does all of its work, and after its last I a gradient still travels to stage 0. The bound ignores
 memory.
 
 Glossary: n ranks, m micro-batches, r rank, s stage, i micro-batch.
@@ -26,7 +26,7 @@ from pipeline.schedules.schedule import Schedule, ended_with, stage_ranks
 
 from .simulate import Simulator, Work, with_times
 
-MOVES = 2000  # that are tried from each start
+MOVES = 2000  # moves tried from each start
 DISTANCES = (-8, -4, -3, -2, -1, 1, 2, 3, 4, 8)
 ROUNDING = 1e-9
 
@@ -40,7 +40,8 @@ class RankTimes(NamedTuple):
     transfer: Sequence[float]
 
     def work(self, ranks: Sequence[int]) -> Work:
-        """What a simulation takes if `ranks[s]` has stage s. A rank's stages share its seconds."""
+        """The input of a simulation in which rank `ranks[s]` has stage s. Stages of a rank share
+        its seconds equally."""
         share = len(self.forward) / len(ranks)
         times = with_times(*([seconds[r] * share for r in ranks] for seconds in self[:3]))
         return Work(times, lambda action: self.transfer[ranks[action.stage]])
@@ -62,8 +63,8 @@ def seconds_of(lists: Schedule, times: RankTimes) -> float:
 
 
 def held(lists: Schedule) -> float:
-    """The most micro-batches that a rank holds. One that only one of its two stages holds is half
-    a micro-batch."""
+    """The most micro-batches that a rank holds. One that only one of a rank's two stages holds
+    counts as half."""
     return max(peak_alive(lists)) * len(lists) / len(stage_ranks(lists))
 
 
@@ -80,7 +81,7 @@ def search_order(n: int, m: int, times: RankTimes, memory: float, seed: int = 0)
     seconds = {name: seconds_of(lists, times) for name, lists in fitting.items()}
     name = min(seconds, key=seconds.__getitem__)
     lowest = min(bound(find(name)(n, 1), m, times) for name in SCHEDULES)
-    starts = {}  # by the ranks of the stages, the shortest
+    starts = {}  # the shortest for each way to place stages
     for slower in sorted(seconds, key=seconds.__getitem__, reverse=True):
         starts[tuple(stage_ranks(fitting[slower]))] = in_halves(fitting[slower])
     draws = random.Random(seed)
@@ -90,16 +91,16 @@ def search_order(n: int, m: int, times: RankTimes, memory: float, seed: int = 0)
 
 
 def in_halves(lists: Schedule) -> Schedule:
-    """The same lists with every whole backward as its halves, one after the other."""
+    """The same lists, with the two halves of every whole backward one after the other."""
     return [[half for action in row for half in ended_with(action)[-2:]] for row in lists]
 
 
 def _improved(
     lists: Schedule, times: RankTimes, memory: float, draws: random.Random, lowest: float
 ) -> Schedule:
-    """What moves of single actions make of it. Stops at `lowest`, which no order beats."""
+    """The lists, improved by moves of single actions. Stops at `lowest`, which no order beats."""
     ranks, best = stage_ranks(lists), seconds_of(lists, times)
-    work, most = times.work(ranks), memory * len(ranks) / len(lists)  # the latter of stages
+    work, most = times.work(ranks), memory * len(ranks) / len(lists)  # `most`: per stage
     for _ in range(MOVES):
         if best <= lowest * (1 + ROUNDING):
             break
@@ -129,7 +130,7 @@ def bound(alone: Schedule, m: int, times: RankTimes) -> float:
     ranks = stage_ranks(alone)
     early = times._replace(backward_weight=[0.0] * len(alone))  # no gradient waits for a W
     rows = Simulator(alone).run(early.work(ranks)).rows
-    back = max(row[-1].end for row in rows)  # when the gradient has come to stage 0
+    back = max(row[-1].end for row in rows)  # when the gradient has reached stage 0
     late = times.backward_weight[0] * len(alone) / len(ranks)
     return max(
         row[0].start + m * (f + i) + max(m * w, back - row[-1].end + late)

@@ -5,11 +5,12 @@ its bytes, whichever is longer; everything else takes as long as its bytes. The 
 one by one, so that a pass takes as long as the GPU's work or the host's, whichever is longer.
 Collectives are rings.
 
-The model and its constants are explained in docs/planning.md, and what it leaves out.
+docs/planning.md explains the model and its constants, and says what it leaves out.
 
-A rank of context parallelism has t of the tokens. Its attention needs the keys and values of all:
-they go round a ring, beside the products of scores, or heads and positions are exchanged, twice.
-Experts are taken to be chosen equally often: a rank sends its tokens to them, and has them back.
+Under context parallelism a rank has t of the tokens, and its attention needs the keys and values of
+all. They go round a ring while attention computes, or positions are exchanged for heads before
+attention, and heads for positions after it. Experts are assumed to be chosen equally often: a rank
+sends its tokens to them, and gets them back.
 
 Glossary: t tokens of a rank's micro-batch, h width, f width of the MLP, v vocabulary, s sequence.
 """
@@ -22,9 +23,9 @@ from .describe import BYTES, Layout, Machine, Model
 
 FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
 LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
-UNFUSED_SOFTMAX = 8  # more of them: mask, scale and softmax apart, and to fp32 and back
-KEYS_KEPT = 6  # times as many positions as a micro-batch has, if nothing is computed again
-SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
+UNFUSED_SOFTMAX = 8  # more kernels: mask, scale and softmax separately, to fp32 and back
+KEYS_KEPT = 6  # micro-batches whose keys generation keeps, if nothing is computed again
+SHARP = 4  # a pass takes a little longer than GPU or host alone, since each waits now and then
 
 
 class Pass(NamedTuple):
@@ -34,17 +35,17 @@ class Pass(NamedTuple):
     attention: float = 0
     elementwise: float = 0  # norms, dropout, residuals, activations, the loss, adding gradients
     tensor: float = 0  # collectives of tensor parallelism
-    context: float = 0  # of context parallelism, what attention does not hide
+    context: float = 0  # messages of context parallelism that attention does not hide
     experts: float = 0  # exchanges of tokens with the experts of other ranks
     host: float = 0  # starting kernels and collectives
     gathering: float = 0  # collectives of ZeRO-2 and 3 that do not overlap
 
     def plus(self, other: Pass, times: float = 1) -> Pass:
-        """The sum of this and some of the other."""
+        """This pass plus `times` times the other."""
         return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def with_waits(self, skew: float) -> Pass:
-        """With the wait for the last rank of tensor parallelism."""
+        """This pass with the wait for the last rank of tensor parallelism."""
         return self._replace(tensor=self.tensor + skew * (self.device - self.tensor))
 
     @property
@@ -82,8 +83,8 @@ class Group(NamedTuple):
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
-    """The group of ranks r, r + stride, ... As many of it are in a node as are of every such group:
-    of 6 ranks in nodes of 8, only 2."""
+    """The group of ranks r, r + stride, ... Only as many of them count as inside a node as every
+    such group has in each of its nodes: of 6 ranks in nodes of 8, only 2."""
     per_node = machine.gpus_per_node
     inside = max(1, min(size, per_node // stride))
     while inside > 1 and (size % inside or per_node % (inside * stride)):
@@ -92,7 +93,7 @@ def group(machine: Machine, size: int, stride: int) -> Group:
 
 
 def over_nodes(machine: Machine, size: int, inside: int) -> Group:
-    """Ranks, some of them in the same node. The groups in a node share its network."""
+    """A group with `inside` ranks in each node. The groups in a node share its network."""
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
         network = machine.network_gbs * 1e9 * machine.network_efficiency
@@ -102,7 +103,7 @@ def over_nodes(machine: Machine, size: int, inside: int) -> Group:
 
 
 class Passes(NamedTuple):
-    """Those of some layers over one micro-batch."""
+    """The passes of some layers over one micro-batch."""
 
     forward: Pass
     backward: Pass
@@ -126,8 +127,8 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     up = (1 + model.gated_mlp) * narrow
     queries_keys_values = wide + 2 * round(wide * model.kv_share)
     own_experts = model.experts // layout.ep
-    routed = t * model.top_k // own_experts  # tokens of each of them
-    # A product of t x k and k x n takes as long as those of its gradients, t x n x k and k x t x n.
+    routed = t * model.top_k // own_experts  # tokens of each expert
+    # A product t x k x n takes as long as those of its two gradients, t x n x k and k x t x n.
     products = product(t, queries_keys_values, h) + product(t, h, wide)  # features out, in
     products += own_experts * (product(routed, up, h) + product(routed, h, narrow))
     launches = LAUNCHES + (own_experts - 1) * LAUNCHES // 4
@@ -140,7 +141,7 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
         scores = b * heads * s * s // cp
         one = product(s // cp, s, h // model.heads, b * heads)
         attention = (2 * one + 4.5 * size * scores / memory, 4 * one + 5.5 * size * scores / memory)
-    # Bytes per token: norms, dropout and residuals; what lies between the matrices.
+    # Bytes per token. shared: norms, dropout and residuals. own: what lies between the matrices.
     shared = 11 * size * h / (tp if layout.sequence_parallel else 1)
     own = size * (6 * h + model.top_k * (5 if model.gated_mlp else 2) * f) / tp
     passed = t * (shared + own) / memory + 8 * kernel
@@ -165,17 +166,17 @@ def costs(model: Model, layout: Layout, machine: Machine) -> tuple[Passes, Passe
     )  # fmt: skip
     if layout.recompute == "always":
         back = back.plus(there)
-        # torch's stops at the last tensor that backward needs: a router needs all results.
+        # torch's recomputation stops at the last tensor that backward needs; a router needs all.
         if layout.zero > 1 and model.experts == 1:
             back = back.plus(Pass(product(t, h, narrow)), -1)
     elif layout.recompute == "selective":
         if machine.attention != "flash":
             back = back.plus(Pass(attention=attention[0]))
-        if layout.zero > 1:  # torch's: every other product
+        if layout.zero > 1:  # torch's computes every other product again
             again = Pass(products / 2, 0, passed, experts=sent, host=launches * host / 2)
             back = back.plus(again)
     v = -(-model.vocab // tp)
-    logits, last = t * v / memory, product(t, v, h)  # logits: seconds per byte of each
+    logits, last = t * v / memory, product(t, v, h)  # logits: seconds for a byte of each
     head = Passes(
         Pass(last, 0, 28 * logits, host=LAUNCHES * host),
         Pass(2 * last, 0, 12 * logits + model.table * added, host=2 * LAUNCHES * host),
@@ -196,35 +197,36 @@ def _context(
     ring = ranks.scatter(2 * model.kv_share * tokens)  # of all keys and values
     hidden = 0.0 if machine.overlap == "nothing" else 1.0
     forward, backward = (hidden * seconds for seconds in attention)
-    return max(0.0, ring - forward), max(0.0, 2 * ring - backward)  # and their gradients
+    return max(0.0, ring - forward), max(0.0, 2 * ring - backward)  # backward: their gradients, too
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Bytes of a parameter's gradient: bf16's are summed in fp32."""
+    """Bytes of a parameter's gradient. Under bf16, gradients are summed in fp32."""
     return 2 if layout.precision == "fp16" else max(4, BYTES[layout.precision])
 
 
 def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float, float]:
-    """Bytes that a block holds for the backward of a micro-batch, those of its input alone, and
-    those of the gradients of its products, which wait for the half of backward for weights."""
+    """Three numbers of bytes, of a block and a micro-batch: what waits for backward; the block's
+    input alone; the gradients of the products' results, which wait for the second half of
+    backward, that for weights."""
     t = layout.micro_batch * model.seq // layout.cp
     tp, size = layout.tp, BYTES[layout.precision]
     shared = tp if layout.sequence_parallel else 1
     unfused = machine.attention != "flash"
-    # Inputs of both norms, masks of dropout, and what the norms give to the matrices.
+    # Inputs of both norms, masks of dropout, and the norms' outputs, which the matrices take.
     outside = (2 * size + 2 * unfused) * model.hidden / shared
     outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
-    # q k v and the heads' output; of the MLP what its last product and its activation need. With
-    # gated MLPs nanotron's runs held more, as much as q and k and the gate once again.
+    # q, k, v and the heads' output; of the MLP what its last product and its activation need.
+    # With gated MLPs nanotron's runs held more: as much as q, k and the gate a second time.
     gated = model.gated_mlp
     copies = gated and layout.zero < 2 and machine.gathered == "kept"
     heads = (3 if copies else 2) * (1 + model.kv_share) * model.hidden
     inside = size * (heads + model.top_k * (2 + 2 * gated + copies) * model.ffn) / tp
-    if model.experts > 1:  # what each expert was given, and what it gave
+    if model.experts > 1:  # what each expert takes, and what it returns
         inside += size * model.top_k * 2 * model.hidden
     if layout.recompute == "selective" and layout.zero > 1:
-        # torch's keeps every other product, of q k v, output, up, gate, down: q, v, up and, if
-        # gated, down; the heads' output, and the block's input.
+        # torch's keeps every other product of q, k, v, output, up, gate, down: q, v, up and, if
+        # gated, down. It also keeps the heads' output and the block's input.
         inside = size * ((2 + model.kv_share) * model.hidden + model.top_k * model.ffn) / tp
         outside = (1 + gated * model.top_k) * size * model.hidden / shared
     scores = 0.0
@@ -232,12 +234,12 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
         scores = (2 * size + 1) * model.heads * model.seq / tp
     late = (1 + 2 * model.kv_share) * model.hidden + model.top_k * (1 + gated) * model.ffn
     late *= size / tp
-    late += size * (1 + model.top_k) * model.hidden  # of the output's product, and of the MLPs'
+    late += size * (1 + model.top_k) * model.hidden  # the output's product, and the MLPs'
     return t * (outside + inside + scores), t * size * model.hidden / shared, t * late
 
 
 def cached_by_block(model: Model, layout: Layout) -> float:
-    """Bytes that a block holds while texts are continued: the keys and values of `KEYS_KEPT` times
+    """Bytes that a block holds while text is generated: the keys and values of `KEYS_KEPT` times
     the positions of a micro-batch, and a quarter as room to grow; see `training.tasks.sequences`.
     """
     t = layout.micro_batch * model.seq // layout.cp

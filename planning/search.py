@@ -1,12 +1,13 @@
-"""Searches all layouts of a model over GPUs: which of those that fit to take, and why not others.
+"""Searches all layouts of a model on a number of GPUs: which to take, and why not the others.
 
-Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its step. Layouts are
-simulated in the order of their bounds, until a bound is above all that is asked for. So the search
-finds what simulating all layouts would find.
+Every legal layout is priced, which takes 0.5 ms and gives a lower bound of its step's seconds.
+Layouts are simulated in the order of their bounds, until a bound is slower than all rows to be
+shown. So the search finds what simulating all layouts would find.
 
-The search takes the fastest. On measured runs that lost less than to prefer fewer kinds of
-parallelism among those that are equal within the planner's error (docs/planning.md). Only where
-predictions are equal to three digits the fewest kinds decide, then the least memory in whole GiB.
+The search takes the fastest layout that fits. On measured runs this lost less than preferring the
+fewest kinds of parallelism among layouts that are equal within the planner's error
+(docs/planning.md). Only where predictions are equal to three digits do the fewest kinds of
+parallelism decide, then the least memory in whole GiB.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ NAMES = tuple(
 KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
     ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
 )  # fmt: skip
-SLOW = "zbv"  # of these: its lists take long to make
-ALWAYS_SHOWN = ("dp", "pp", "tp", "micro_batch", "precision")  # also if usual
-MOST_SHARDED = 16  # nodes of a run with ZeRO-2 or 3
-FEWEST = 2048  # positions of a rank, where sequences are cut
-# By the part of a step that grows most, why a layout is slower; share: this part's of its step.
+SLOW = "zbv"  # the one of these whose lists take long to make
+ALWAYS_SHOWN = ("dp", "pp", "tp", "micro_batch", "precision")  # even at their defaults
+MOST_SHARDED = 16  # the most nodes of any measured run with ZeRO-2 or 3
+FEWEST = 2048  # positions that a rank must have where sequences are cut
+# Why a layout is slower, by the part of a step that grows most. share: that part's of the step.
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
     "elementwise": "norms, dropout, activations and the adding of gradients take longer",
     "tensor": "{share} of the step waits for the all-reduces of its matrices",
     "context": "{share} of the step waits for keys and values of other positions",
-    "experts": "{share} of the step its tokens travel to experts and back",
-    "host": "{share} of the step the GPUs wait for the host, which starts many small kernels",
+    "experts": "its tokens travel to experts and back for {share} of the step",
+    "host": "{share} of the step waits for the host, which starts many small kernels",
     "gathering": "{share} of the step waits for gathered parameters and reduced gradients",
     "fill": "{share} of the step is the filling and draining of its pipeline",
     "imbalance": "{share} of the step waits for the slowest stage",
@@ -58,7 +59,7 @@ def layouts(
     model: Model, gpus: int, batch_size: int, gpus_per_node: int = 0, **fixed: Any
 ) -> Iterator[Layout]:
     """Every legal layout. Under ZeRO all replicas share one copy, or those of a node do. `fixed`:
-    options with the only value that is tried."""
+    options, each with the only value to try."""
     given = {name: value for name, value in fixed.items() if value is not None}
     batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
@@ -129,7 +130,7 @@ def cut(layout: Layout) -> tuple[int, ...]:
 
 
 def limits(step: PricedStep) -> tuple[float, float]:
-    """Between which seconds two of three runs were that the planner had not seen."""
+    """The range of seconds in which two of three runs lay that the planner had not seen."""
     return step.seconds * (1 - step.machine.error), step.seconds * (1 + step.machine.error)
 
 
@@ -139,23 +140,22 @@ def equal(step: PricedStep, other: PricedStep) -> bool:
 
 
 def preferred(steps: Sequence[PricedStep]) -> PricedStep:
-    """Of steps, the fastest first: of those that are `equal` to the first, the one with the fewest
-    kinds of parallelism, of these the one with the least memory in whole GiB, and of these the
-    fastest."""
+    """The step to take. `steps` has the fastest first. Among those `equal` to it, the fewest kinds
+    of parallelism decide, then the least memory in whole GiB, then the seconds."""
     alike = [step for step in steps if equal(step, steps[0])]
     return min(alike, key=lambda step: (kinds(step.layout), round(step.memory_gb)))
 
 
 def beyond(step: PricedStep) -> int:
-    """The most nodes of any run that was seen, if the step is on more; else 0. Of gathered
-    parameters there were none on more than 16."""
+    """The most nodes of any measured run, if the step is on more; else 0. No run with ZeRO-2 or 3
+    was on more than 16."""
     most = step.machine.measured_nodes
     most = min(most, MOST_SHARDED) if step.layout.zero > 1 else most
     return most if step.nodes > most else 0
 
 
 def doubts(step: PricedStep) -> str:
-    """How sure all of this is, in a few lines."""
+    """How sure the rows of a search are, in a few lines."""
     where = step.machine
     said = (
         "The first row is the fastest; of rows equal to three digits, that with the fewest kinds "
@@ -168,13 +168,13 @@ def doubts(step: PricedStep) -> str:
         )
     if step.layout.cp > 1 or step.layout.ep > 1 or step.layout.shards:
         said += (
-            "\nNo run cut sequences, shared experts or had replicas of shards: what this costs is "
-            "counted, not measured."
+            "\nNo measured run had parts of sequences, shared experts or replicas of shards: their "
+            "costs are counted, not measured."
         )
     if not where.measured_nodes:
-        return f"{said}\nNo run was on this machine: nobody knows how wrong it is here."
+        return f"{said}\nNo run was on this machine: nobody knows the error here."
     if most := beyond(step):
-        said += f"\nBut no run was on more than {most} nodes: nobody knows how wrong it is here."
+        said += f"\nBut no run was on more than {most} nodes: nobody knows the error here."
     return said
 
 
@@ -186,9 +186,9 @@ def kinds(layout: Layout) -> int:
 def search(
     model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: Any
 ) -> list[PricedStep]:
-    """The layout to take, and the fastest of other cuts of the model, all of which fit. Raises
-    ValueError if none fits, with the one that needs least."""
-    Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that no batch helps
+    """The layout to take, then the fastest layouts with other cuts of the model. All of them fit.
+    Raises ValueError if none fits, with the layout that needs the least memory."""
+    Layout(gpus).nodes(machine.gpus_per_node)  # refuses GPUs that nodes cannot share equally
     steps = [
         PricedStep(model, layout, machine)
         for layout in layouts(model, gpus, batch_size, machine.gpus_per_node, **fixed)
@@ -203,7 +203,7 @@ def search(
                 )
         raise ValueError(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
-            f"--batch_size {-(-batch_size // gpus) * gpus} has some"
+            f"--batch_size {-(-batch_size // gpus) * gpus} works"
         )
     best = fastest(steps, top)
     if not best:
@@ -216,8 +216,8 @@ def search(
 
 
 def why(best: PricedStep, other: PricedStep) -> str:
-    """One clause: why the other layout is not taken: it is slower, and what takes longer in it, or
-    it is equal."""
+    """Why the other layout is not taken, in one clause: by how much it is slower and what takes
+    longer in it, or that it is equal."""
     slower = other.seconds / best.seconds - 1
     if equal(other, best):
         more = other.memory_gb - best.memory_gb
@@ -239,7 +239,7 @@ def why(best: PricedStep, other: PricedStep) -> str:
 
 
 def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
-    """Those of plan.py, or some of them."""
+    """The layout as options of plan.py, limited to `names`."""
     shown = (*ALWAYS_SHOWN, "schedule") if layout.pp > 1 else ALWAYS_SHOWN
     given = {name: getattr(layout, name) for name in names}
     return " ".join(
@@ -250,7 +250,7 @@ def options(layout: Layout, names: Iterable[str] = NAMES) -> str:
 
 
 def untrainable(model: Model, layout: Layout) -> str:
-    """The options of plan.py with which this was priced and that train.py does not have."""
+    """The options of plan.py that this was priced with and that train.py does not have."""
     options = {
         f"--ffn {model.ffn}": model.ffn != 4 * model.hidden,
         f"--kv_heads {model.kv_heads}": model.kv_heads not in (None, model.heads),
@@ -281,7 +281,7 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
     words = f"--model {words} --vocab_size {model.vocab}"
     if model.experts > 1:
         words += f" --experts {model.experts} --top_k {model.top_k}"
-    # train.py has the number of micro-batches in place of their size.
+    # train.py takes the number of micro-batches in place of their size.
     names = tuple(name for name in NAMES if name not in (*RANKS, "micro_batch"))
     if layout.gpus == 1:
         words = f"single {words}"

@@ -9,12 +9,13 @@ action after its dependencies, gives all times. The lists are those that the pro
 
 - A message takes `transfer` seconds. It overlaps with the sender's next action, or holds it up.
 - A recomputation (R) precedes its backward, and runs while the gradient is on its way.
-- When a rank has the gradients of a stage, its replicas exchange them. This overlaps with the last
-  backward of that stage, or waits until the rank has no more actions. The update comes last.
+- When a rank has all gradients of a stage, the replicas of the stage exchange them. This overlaps
+  with the last backward of that stage, or waits until the rank has no more actions. The update
+  comes last.
 
 An idle gap has several causes. They are told apart by simulating again: what is left with equal
-stages and no messages is `fill`, the schedule's own; what uneven stages add is `imbalance`; what
-messages add is `transfer`; the wait for gradients of other replicas is `exchange`.
+stages and no messages is `fill`, which the schedule itself causes; what uneven stages add is
+`imbalance`; what messages add is `transfer`; the wait for other replicas' gradients is `exchange`.
 
 Cost: about 2 us per action to prepare a schedule, 1 us to simulate it. Seconds may be any unit.
 
@@ -54,7 +55,7 @@ class Timed(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Idle seconds of a rank: `causes` says how many of them are due to what."""
+    """Idle seconds of a rank. `causes` says how many of them each cause has."""
 
     rank: int
     start: float
@@ -65,13 +66,13 @@ class Gap(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The cause of most of it."""
+        """The cause of most of its seconds."""
         return max(self.causes, key=self.causes.__getitem__)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of everything in a step. `exchange` and `update` are per stage and per rank."""
+    """Seconds of everything in a step. `exchange` is given per stage, `update` per rank."""
 
     seconds: Callable[[Action], float]
     transfer: Callable[[Action], float] = lambda _: 0  # by the action whose result is sent
@@ -107,7 +108,7 @@ class Simulator:
         order: list[int] = []
         ended = [False] * len(self.actions)
         ends = list(accumulate(map(len, self.schedule)))
-        first = [0, *ends[:-1]]  # of each rank, what it has not begun
+        first = [0, *ends[:-1]]  # per rank, the first action not begun
         while len(order) < len(ended):
             before = len(order)
             for r, end in enumerate(ends):
@@ -122,12 +123,12 @@ class Simulator:
         return order
 
     def run(self, work: Work) -> Simulation:
-        """When everything happens, from 0."""
+        """When everything happens. The step starts at 0."""
         actions, rank, needs, remote = self.actions, self.rank, self.needs, self.remote
         zero: float = 0  # not 0.0: fractions stay exact
         rows: list[list[Timed]] = [[] for _ in self.schedule]
         busy = [zero] * len(rows)
-        free = [zero] * len(rows)  # when the rank has nothing more to do
+        free = [zero] * len(rows)  # when the rank can start its next action
         arrives = [zero] * len(actions)  # when another rank has the result
         for k in self.order:
             action, r, waits_for = actions[k], rank[k], None
@@ -150,7 +151,7 @@ class Simulator:
 
     @staticmethod
     def _exchanged(row: list[Timed], work: Work) -> float:
-        """When a rank has the gradients of all its replicas. It exchanges one stage at a time."""
+        """When a rank has exchanged all its gradients with its replicas, one stage at a time."""
         last = {t.action.stage: t for t in row if t.action.kind is not FORWARD}
         until: float = 0
         for timed in sorted(last.values(), key=lambda t: t.end):
@@ -161,8 +162,8 @@ class Simulator:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: per rank its actions (`rows`), their seconds, recomputation included
-    (`busy`), and when gradients and update are done."""
+    """A simulated step. Per rank: its actions (`rows`), their seconds, recomputation included
+    (`busy`), and when its exchange and its update end (`exchanged`, `updated`)."""
 
     simulator: Simulator
     work: Work
@@ -189,12 +190,12 @@ class Simulation:
 
     @property
     def bubble_over_work(self) -> float:
-        """The same seconds as a share of the work, the other definition: (n-1)/m for 1F1B."""
+        """The other common definition, idle seconds as a share of the work: (n-1)/m for 1F1B."""
         return self.span * len(self.rows) / sum(self.busy) - 1
 
     @cached_property
     def gaps(self) -> list[Gap]:
-        """Every idle gap, with its causes, in the order of ranks and time."""
+        """Every idle gap, with its causes, sorted by rank and time."""
         work, equal = self.work, self.equal()
         level = self.simulator.run(Work(work.seconds, recompute=work.recompute))  # no messages
         gaps = []
@@ -215,7 +216,7 @@ class Simulation:
 
     @cached_property
     def idle(self) -> dict[str, float]:
-        """Idle seconds of a rank by cause, on average."""
+        """Idle seconds of the average rank, by cause."""
         sums: defaultdict[str, float] = defaultdict(float)
         for gap in self.gaps:
             for cause, part in gap.causes.items():
@@ -223,7 +224,7 @@ class Simulation:
         return dict(sums)
 
     def equal(self) -> Simulation:
-        """The same without messages, and every action takes as long as the mean of its kind."""
+        """The same step without messages, if every action takes as long as the mean of its kind."""
         seconds, stages = self.work.seconds, len(self.simulator.ranks)
         sums: defaultdict[Kind, list[float]] = defaultdict(list)
         for action in self.simulator.actions:
@@ -234,8 +235,8 @@ class Simulation:
 
 
 def _split(idle: float, uneven: float, even: float) -> dict[str, float]:
-    """Idle seconds by cause, from those of the same gap without messages, and if stages are equal,
-    too. They add up to `idle`."""
+    """Idle seconds by cause, which add up to `idle`. `uneven`: those of the same gap without
+    messages. `even`: those without messages and with equal stages."""
     fill = min(idle, even)
     imbalance = min(idle - fill, max(uneven - even, 0))
     parts = {FILL: fill, IMBALANCE: imbalance, TRANSFER: idle - fill - imbalance}
@@ -245,7 +246,8 @@ def _split(idle: float, uneven: float, even: float) -> dict[str, float]:
 def with_times(
     forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
 ) -> Callable[[Action], float]:
-    """The seconds of an action from those of each stage; a whole backward is both halves."""
+    """A function that gives an action's seconds, from those of each stage. A whole backward takes
+    as long as both halves."""
     table = {
         Kind.FORWARD: forward,
         Kind.BACKWARD_INPUT: backward_input,

@@ -1,4 +1,4 @@
-"""The programs: what a person runs. Where the libraries are missing they say what to type."""
+"""The programs that a person runs. If a library is missing, they say what to type."""
 
 import os
 import shlex

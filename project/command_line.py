@@ -1,8 +1,8 @@
 """The command line of every program: argparse, with options that are declared as dataclasses
 (training/options.py), and errors that are one line.
 
-`@run.txt` reads options from a file, as they are typed. The courses' own names, such as --n_chunk,
-are in ALIASES. Neither torch nor a model is imported to answer --help.
+`@run.txt` reads options from a file, written as on the command line. The courses' own names, such
+as --n_chunk, are in ALIASES. Neither torch nor a model is imported to answer --help.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from training.options import (
     option_names,
 )
 
-# What options are called by the courses, and by many.
+# Further names of options: those of the courses, and common ones.
 ALIASES = {
     "world_size": ["--num_workers", "-w"],
     "cores_per_rank": ["--cores_per_worker", "-c"],
@@ -45,19 +45,19 @@ ALIASES = {
     "batch_size": ["-b"],
     "learning_rate": ["--lr", "-l"],
 }
-# Which program has the options that not all have.
+# The groups of options that not every program has, and the program that has each.
 PROGRAMS: dict[type, str] = {
     DataParallel: "run_data_parallel.py", Threads: "run_pipeline.py",
     **dict.fromkeys((Processes, Axes, Stages, Tools), "train.py"),
 }  # fmt: skip
 Words = Sequence[str] | None  # a command line; None: that of this process
 
-documented = cache(parse_from_object)  # reads the source of a class, for a tenth of a second
+documented = cache(parse_from_object)  # it parses the source of a class: a tenth of a second
 
 
 def is_it(word: str, known: Iterable[str]) -> str:
-    """The end of a message on a misspelt word: the known one that has all its parts, as
-    --n_epochs has those of --epochs, or is most like it, if any is."""
+    """The end of a message on a misspelt word: a suggestion, or nothing. It is a known word with
+    all parts of the misspelt one, as --n_epochs for --epochs, or else the most similar one."""
     word, known = underscored(word).lower(), [*known]
     parts = {*word.strip("-").split("_")}
     whole = [name for name in known if parts <= {*name.strip("-").split("_")}]
@@ -71,7 +71,7 @@ def underscored(word: str) -> str:
 
 
 def whose(word: str) -> str:
-    """The end of a message on an option of another program, if it is one."""
+    """The end of a message on an unknown option: the program that has it, if one has."""
     for group, program in PROGRAMS.items():
         for name in option_names(group):
             if underscored(word) in spellings(name):
@@ -94,18 +94,18 @@ class Parser(argparse.ArgumentParser):
         return super()._parse_optional(name)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """An option's value is not empty, as an unset variable of the shell would make it."""
+        """Refuses an empty value, which an unset variable of the shell would leave."""
         if not arg_string and action.option_strings:
             raise argparse.ArgumentError(action, "is empty; leave it out, or give it a value")
         return super()._get_value(action, arg_string)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """A line of an @FILE: words as in a shell; # begins a comment. The first may begin with a
-        byte-order mark, of an editor on Windows."""
+        """A line of an @FILE: words as in a shell; # begins a comment. The first line may begin
+        with a byte-order mark, which editors on Windows write."""
         return shlex.split(arg_line.removeprefix("\ufeff"), comments=True)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program. An option has its first name, and stands before what is said of it."""
+        """Ends the program. A message about an option begins with the option's first name."""
         message = re.sub(r"^argument ([^/:]*)[^:]*: ", r"\1 ", message)
         unread = r"@\2: \1; a file with options, as they are typed here, works"
         message = re.sub(r"^\[Errno \d+\] (.*): '(.*)'$", unread, message)  # of an @FILE
@@ -116,8 +116,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def begin(kind: type[O], description: str | None) -> O:
-    """The options that were typed. Answers --help, refuses a mistyped option, begins a log and lets
-    signals end the process, all at once, before torch is imported, which takes seconds."""
+    """Returns the options that were typed. Before torch is imported, which takes seconds, it
+    answers --help, refuses mistyped options, begins a log, and lets signals end the process."""
     set_handlers(ENDING_SIGNALS, end_process)
     if torchrun("RANK", None) is not None:
         die_with_parent()  # already while it imports torch
@@ -130,9 +130,9 @@ def begin(kind: type[O], description: str | None) -> O:
 
 
 def parse_options(kind: type[O], description: str | None, argv: Words = None) -> O:
-    """The options on the command line, as an object of the program's class; others have their
-    defaults. `typed` are the names of those that were typed, also in a file. The strategy of
-    train.py may stand anywhere.
+    """The options on the command line, as an object of the program's class; options that were not
+    typed have their defaults. The field `typed` has the names of those that were, also in a file.
+    The strategy of train.py may stand anywhere.
 
     Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
@@ -143,7 +143,7 @@ def parse_options(kind: type[O], description: str | None, argv: Words = None) ->
         values, left = parser.parse_known_args(words)
     except RecursionError:
         parser.error("@FILE: it includes itself; options alone work")
-    except ValueError as error:  # quotes that do not end; not UTF-8
+    except ValueError as error:  # an unclosed quote; not UTF-8
         files = " ".join(word for word in words if word.startswith("@"))
         parser.error(f"{files}: it holds no options as they are typed ({error})")
     names = option_names(*kind.GROUPS)
@@ -175,8 +175,8 @@ def strategies_of(kind: type[Options]) -> list[str]:
 
 
 def make_parser(kind: type[Options], description: str | None, strategy: str | None) -> Parser:
-    """A parser of the options of a program, which finds those that were typed alone. Its help
-    explains a strategy of train.py, or lists them."""
+    """A parser of a program's options. It returns only those that were typed, without defaults. Its
+    help explains one strategy of train.py, or lists all."""
     strategies = strategies_of(kind)
     usage = "%(prog)s [options]"
     if strategies:
@@ -208,7 +208,7 @@ def spellings(name: str) -> list[str]:
 
 
 def helps_of(kind: type[Options]) -> dict[str, str]:
-    """The docstring of each option. One that a program declares again may leave it out."""
+    """The docstring of each option. A program that declares an option again may leave it out."""
     return {
         entry.arg_name: " ".join(entry.description.split())
         for base in reversed(kind.__mro__[:-1])
@@ -226,7 +226,7 @@ def values_of(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint), "type": type(get_args(hint)[0])}
     if get_origin(hint) is Annotated:
-        rule = hint.__metadata__[0]  # the words that may be typed, or what reads one
+        rule = hint.__metadata__[0]  # the allowed words, or a function that parses a word
         name = "TRUE|FALSE" if get_args(hint)[0] is bool else "N"
         return {"choices": rule} if isinstance(rule, tuple) else {"type": rule, "metavar": name}
     return {"type": hint}

@@ -33,7 +33,7 @@ TEMPERATURE = number_type(
 
 
 def folder(name: str) -> str:
-    """The model's folder; or, by its form, a name on the hub."""
+    """The model's folder or, if it has the form of one, a name on the hub."""
     path = Path(name)
     if not path.is_dir() and (len(path.parts) != 2 or path.parent.is_dir()):
         raise argparse.ArgumentTypeError(
@@ -44,7 +44,7 @@ def folder(name: str) -> str:
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program if it cannot be right."""
+    """The command line. Ends the program on a mistake."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", type=folder, metavar="FOLDER", help="a workdir, a checkpoint, or a GPT-2's name")
@@ -56,7 +56,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="sample tokens, from logits divided by T; default: 0, the most probable")  # fmt: skip
     add("--seed", type=whole, default=0, help="of the samples; default: 0")
     add("--max_new_tokens", type=count, default=128, metavar="N",
-        help="per line out, as far as the model's length allows; default: 128")  # fmt: skip
+        help="per output line, at most; the model may have less room; default: 128")  # fmt: skip
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time; default: 128")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one; default: auto")  # fmt: skip
@@ -93,8 +93,8 @@ def read_lines(args: argparse.Namespace) -> list[str]:
 
 
 def prompts_of(tokenizer: Any, lines: Sequence[str], end: str | None) -> list[list[int]]:
-    """The token ids of each line, with the token that ends a sentence to translate. Text that looks
-    like such a token is text. Raises UserError if a line is too long."""
+    """The token ids of each line, followed by the token that ends a sentence to translate. Text
+    that looks like a special token stays text. Raises UserError if a line is too long."""
     last, room = tokenizer.convert_tokens_to_ids([end] if end else []), tokenizer.model_max_length
     prompts = [
         tokenizer(line, split_special_tokens=True, verbose=False)["input_ids"] + last
@@ -114,7 +114,8 @@ def continuations(
 ) -> list[str]:
     """The translation or continuation of each line. Raises UserError if a line is too long.
 
-    Lines of equal length are continued together: no padding, and each has all of the room.
+    Lines of equal length are continued together, so there is no padding, and each line can fill
+    the model's whole length.
     """
     end, size = source_end(tokenizer), args.batch_size
     prompts = prompts_of(tokenizer, lines, end)
@@ -123,9 +124,9 @@ def continuations(
         if line.strip() or not end:  # else there is nothing to translate
             by_length.setdefault(len(prompts[i]), []).append(i)
     options: dict[str, Any] = {"do_sample": args.temperature > 0}
-    if args.temperature:  # of all tokens; transformers itself takes the 50 most probable ones
+    if args.temperature:  # from all tokens; transformers' default is the 50 most probable ones
         options |= {"temperature": args.temperature, "top_k": 0}
-    if unused := list(range(len(tokenizer), model.config.vocab_size)):  # rows of no token
+    if unused := list(range(len(tokenizer), model.config.vocab_size)):  # ids without a token
         options["suppress_tokens"] = unused
     torch.manual_seed(args.seed)
     texts = [""] * len(lines)

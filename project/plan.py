@@ -2,14 +2,14 @@
 
 predict    seconds, tokens/s, where the time goes, memory of every GPU, whether it fits
 search     every legal layout: the best, why the others are slower, the command that trains
-simulate   one schedule, from the seconds of its actions: bubble, idle time by cause, what is held
-schedule   a better order than those that have names: docs/schedules.md
+simulate   one schedule, from the seconds of its actions: bubble, idle time by cause, memory held
+schedule   an order of actions better than the named schedules: docs/schedules.md
 
 python project/plan.py search --model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512
 python project/plan.py search --model gpt2-mini --batch_size 64 --machine this
 python project/plan.py predict --help          explains the options of a command
 
-The model, its constants and how wrong it is: docs/planning.md.
+The cost model, its constants and its errors: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ TRAIN_NAMES = {  # of options in train.py
 }  # fmt: skip
 SECONDS = {  # of simulate, one number or one for each rank: defaults and meanings
     "forward": (1.0, "F, of one micro-batch"),
-    "backward_input": (1.0, "I, the half of backward that others wait for"),
+    "backward_input": (1.0, "I, the half of backward that other ranks wait for"),
     "backward_weight": (1.0, "W, the other half"),
-    "transfer": (0.0, "a message to a neighbour, by the rank that sends it"),
+    "transfer": (0.0, "a message to a neighbour, listed at the rank that sends it"),
 }
 
 
@@ -93,7 +93,7 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         made = commands.add_parser(name, description=text, help=text)
         sizes = made.add_argument_group("model")
-        text = "a preset, whose sizes the next options change; or give them all"
+        text = "a preset, whose sizes the next options change; or give all sizes"
         sizes.add_argument("--model", choices=tuple(MODELS), help=text)
         add_fields(sizes, Model)
         add_fields(made.add_argument_group("layout"), Layout)
@@ -111,9 +111,9 @@ def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option = made.add_argument
     option("--schedule", default="1f1b",
            help=f"{', '.join(SCHEDULES)}, or a file; default: %(default)s")  # fmt: skip
-    option("--chunks", type=count, help="stages per rank, if interleaved; they share its seconds")
+    option("--chunks", type=count, help="stages per rank, if interleaved; they share a rank's time")
     add_sizes_and_times(made)
-    text = "Search an order of a pipeline's work, for these times and this memory, and write it."
+    text = "Search for a fast order of a pipeline's actions, given times and memory, and write it."
     made = commands.add_parser("schedule", description=text, help=text)
     made.set_defaults(run=run_schedule)
     option = made.add_argument
@@ -130,7 +130,7 @@ def add_sizes_and_times(parser: argparse.ArgumentParser) -> None:
     """The options of a pipeline's size, and of the seconds of its actions."""
     option = parser.add_argument
     option("--num_devices", "--stages", type=count, metavar="K",
-           help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
+           help="ranks; each has one stage, or two if the schedule is a V; default: 4")  # fmt: skip
     option("--num_microbatches", type=count, metavar="M", help="per step; default: 8")
     for name, (default, meaning) in SECONDS.items():
         option(f"--{name}", type=numbers, help=f"{meaning}; default: {default:g}")
@@ -153,7 +153,7 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
 
 
 def say_prediction(step: PricedStep) -> None:
-    """Prints it."""
+    """Prints the prediction."""
     layout, model = step.layout, step.model
     m = layout.num_microbatches
     print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x {step.machine.name}: "
@@ -173,7 +173,7 @@ def say_prediction(step: PricedStep) -> None:
     print(f"\nIt {verdict}: it needs {step.memory_gb:.1f} GiB, and {step.usable_gb:.1f} of "
           f"{step.machine.memory_gb:.1f} GiB can be used.")  # fmt: skip
     if model.heads % layout.tp:
-        print(f"{model.heads} heads over {layout.tp} ranks are uneven: train.py refuses that.")
+        print(f"{layout.tp} ranks cannot share {model.heads} heads evenly: train.py refuses that.")
 
 
 def run_predict(args: argparse.Namespace) -> None:
@@ -184,7 +184,7 @@ def run_predict(args: argparse.Namespace) -> None:
 
 
 def run_search(args: argparse.Namespace) -> None:
-    """Searches the layout to take, and others to compare it with."""
+    """Searches for the layout to take, and for others to compare it with."""
     model, where = model_and_machine(args)
     fixed = {name: getattr(args, name) for name in search.NAMES}
     gpus = args.gpus or where.gpus_per_node
@@ -207,7 +207,7 @@ def run_search(args: argparse.Namespace) -> None:
         return
     print(search.command(model, best[0].layout, where, args.model))
     if nodes > 1:
-        print("  (on every host; FIRST_HOST is the name of one of them, THIS_HOST its own)")
+        print("  (on every host; FIRST_HOST names the same host on all, THIS_HOST the host itself)")
 
 
 def numbers(text: str) -> list[float]:
@@ -219,7 +219,7 @@ def numbers(text: str) -> list[float]:
 
 
 def times_given(args: argparse.Namespace, n: int) -> RankTimes:
-    """The seconds of the options, for n ranks."""
+    """The seconds that the options give, for n ranks."""
     times = []
     for name, (default, _) in SECONDS.items():
         seconds = getattr(args, name) or [default]
@@ -232,7 +232,7 @@ def times_given(args: argparse.Namespace, n: int) -> RankTimes:
 
 
 def times_measured(folder: Path, n: int) -> RankTimes:
-    """The medians of a run of n ranks, as its report has them."""
+    """The medians of a run of n ranks, as report.py shows them."""
     from project.figures.compared import compare_step  # matplotlib takes a second to import
     from project.figures.runs import Run
 
@@ -243,7 +243,7 @@ def times_measured(folder: Path, n: int) -> RankTimes:
 
 
 def run_schedule(args: argparse.Namespace) -> None:
-    """Searches a better order than those that have names."""
+    """Searches for a better order than the named schedules."""
     n, m = args.num_devices or 4, args.num_microbatches or 8
     given = [f"--{name}" for name in SECONDS if getattr(args, name)]
     if args.times and given:
@@ -268,7 +268,7 @@ def run_schedule(args: argparse.Namespace) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> None:
-    """Times a schedule. A rank's stages share its seconds."""
+    """Times a schedule. The seconds of a rank are shared by its stages."""
     n, m = sizes_of(args.schedule, args.num_devices, args.num_microbatches)
     simulator = Simulator(find(args.schedule, args.chunks)(n, m))
     chunks = len(simulator.ranks) // n
@@ -277,7 +277,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"step                {step.seconds:10.6g}\n"
           f"bubble              {step.bubble:10.2%}   idle share of the step\n"
-          f"bubble over work    {step.bubble_over_work:10.2%}   idle time by that of work\n"
+          f"bubble over work    {step.bubble_over_work:10.2%}   idle time over working time\n"
           f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
           "micro-batches\n\nIdle time of a rank, on average")  # fmt: skip
     for cause, idle in step.idle.items():

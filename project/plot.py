@@ -1,15 +1,15 @@
 """Draws every figure from the result files of runs, never from numbers typed in.
 
     python project/plot.py training_time workdir_1 workdir_2    also tokens_per_sec
-    python project/plot.py training workdir              of several runs: losses beside each other
+    python project/plot.py training workdir              several runs: a curve for each
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
     python project/plot.py timeline workdir_pp
     python project/plot.py split_time ddp=1 ddp=2        also throughput, memory
 
-A run is its folder; or ddp=2, which is what `python project/train.py ddp --world_size 2` leaves in
-workdir/ddp2; or ddp, which is the one with the most processes. A picture goes into the folder of
-the first run, unless -o says otherwise. `make figures` makes all runs and draws all figures. Bars
-are means, error bars standard deviations; the first epoch or step is slower and left out.
+A run is named by its folder; or as ddp=2, the run that `python project/train.py ddp --world_size 2`
+leaves in workdir/ddp2; or as ddp, its run with the most processes. A picture goes into the folder
+of the first run, unless -o says otherwise. `make figures` makes all runs and draws all figures.
+Bars are means, error bars standard deviations; the first epoch or step is slower and left out.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from training.options import count
 WORKDIR = Path("workdir")
 FORMATS = (".png", ".pdf", ".svg")
 FIGURES = {
-    "training_time": "seconds of an epoch of runs, beside the ideal",
-    "tokens_per_sec": "tokens per second of runs, padding included, beside the ideal",
-    "throughput": "examples per second of runs, beside the ideal",
-    "training": "losses and score of runs after each epoch",
-    "timeline": "what each worker did when in one step; of a pipeline, above its ideal",
+    "training_time": "seconds per epoch of each run, beside the ideal",
+    "tokens_per_sec": "tokens per second of each run, padding included, beside the ideal",
+    "throughput": "examples per second of each run, beside the ideal",
+    "training": "losses and score of each run after each epoch",
+    "timeline": "what each worker did in one step, and when; a pipeline's above its ideal",
     "split_time": "computation, exposed communication and idle time of a step",
     "memory": "parameters, gradients, optimizer state and peak of each rank",
     "schedule": "clock table of a schedule, printed and drawn",
@@ -63,11 +63,11 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
         option("--workdir", type=Path, metavar="DIR", default=WORKDIR,
                help="folder of the runs' folders; default: workdir")  # fmt: skip
         if name == "timeline":
-            option("--step", type=count, metavar="K", help="from 1; default: one of median length")
+            option("--step", type=count, metavar="K", help="from 1; default: the median step")
     names = ", ".join(SCHEDULES)
     option("--schedule", default="1f1b", help=f"{names}, or a file; default: 1f1b")
     option("--num_devices", "--stages", type=count, metavar="K",
-           help="ranks; each has one stage, two where they stand in a V; default: 4")  # fmt: skip
+           help="ranks; each has one stage, or two if the schedule is a V; default: 4")  # fmt: skip
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", help="default: 8")
     option("--chunks", type=count, metavar="V", help="stages per rank, if interleaved; default: 2")
     return parser.parse_args(argv)
@@ -92,11 +92,11 @@ YLABELS = {
     "tokens_per_sec": "tokens per second, with padding",
     "throughput": "examples per second",
 }
-ALIKE = (  # what runs have in common whose times compare
+ALIKE = (  # options that must be equal for times to be comparable
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
     "n_train", "num_devices",
 )  # fmt: skip
-FACTS = (  # of the line below a picture
+FACTS = (  # for the line below a picture
     "model", "strategy", "world_size", *(axis for axis in AXES if axis != "dp"), "num_devices",
     "schedule", "num_microbatches", "batch_size",
 )  # fmt: skip
@@ -148,9 +148,9 @@ def describe(*runs: Run) -> str:
 
 
 def run_of(word: str, root: Path) -> Run:
-    """The run of a folder, or of train.py by strategy and number of processes: ddp=2; ddp is that
-    with the most; ddp2 is that folder in `root`. Raises UserError if there is none, with the
-    command that makes it."""
+    """The run that a word names: a folder, also one in `root`, such as ddp2; or a run of train.py
+    by its strategy and number of processes, as ddp=2, where ddp alone is the one with the most. If
+    there is none, raises UserError with the command that makes it."""
     strategy, _, ranks = word.partition("=")
     if strategy not in STRATEGIES:
         folder = root / word
@@ -187,15 +187,15 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
 
 
 def comparable(run: Run, other: Run) -> bool:
-    """Whether two runs did the same work in the same way, but for the ranks, or the schedule of
-    stages in threads."""
+    """Whether two runs did the same work in the same way, apart from the number of ranks or, with
+    stages in threads, the schedule."""
     threads = run.summary.get("num_devices")
     return run.same(other, *ALIKE) and bool(threads or run.same(other, "strategy"))
 
 
 def ideal_speed(run: Run) -> float:
-    """How often a run could be as fast as one worker. With m micro-batches a pipeline of n stages
-    takes m+n-1 clocks, where one stage at a time takes n*m."""
+    """How many times as fast as one worker a run could be. With m micro-batches a pipeline of n
+    stages takes m+n-1 clocks, where one stage at a time takes n*m."""
     used = run.summary
     if used.get("model_parallel_mode") != "pipeline_parallel":
         return float(used.get("world_size", 1))
@@ -204,9 +204,10 @@ def ideal_speed(run: Run) -> float:
 
 
 def plot_speed(runs: Sequence[Run], path: Path, metric: str) -> Path:
-    """Draws the time or the throughput of runs. Those that are `comparable` are compared with the
-    slowest by `ideal_speed`, such as that of one process: the speed-up is in the bar. The ideal is
-    beside it, unless epochs ran with different numbers of cores per process, or of examples."""
+    """Draws the time or the throughput of runs. Runs that are `comparable` are compared with the
+    one of lowest `ideal_speed`, such as one process: the speed-up is written into the bar. The
+    ideal stands beside it; for epochs only if both runs have as many cores per process and as large
+    batches."""
     power = -1 if metric == "training_time" else 1  # of a time, less is better
     bars, said = list[Bar](), []
     for run in runs:

@@ -6,12 +6,12 @@
 
 Of each run: the recorded step (--timeline 10) above its prediction from the same schedule, every
 idle gap explained, memory per rank, and whether its weights are those of one process
-(--check_weights). Of all runs: losses, speed, and the error of the planner, if --machine says on
-what they ran: a name, a file, or `this` for this computer.
+(--check_weights). Of all runs: losses, speed, and the error of the planner, if --machine names the
+machine on which they ran: a name, a file, or `this` for this computer.
 
-A step of a pipeline can be taken apart: take more micro-batches or a different schedule, or move an
-action within its list, and the page says what that breaks or costs. The page of --explore is to
-learn with: it is the same without a run, with the textbook's formulas and puzzles.
+A step of a pipeline can be taken apart: choose more micro-batches or a different schedule, or move
+an action within its list, and the page says what that breaks or costs. The page of --explore is for
+learning: it has such a step without a run, the textbook's formulas, and puzzles.
 
 A page needs no network, and JavaScript only for the step to take apart. Every number of a run comes
 from its files.
@@ -70,7 +70,7 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", type=Path, nargs="*", metavar="RUN", help="the --workdir of a finished run")
     add("--explore", action="store_true", help="a page to learn with, which needs no run")
-    add("--machine", metavar="NAME", help="predict the runs for it, as plan.py --machine does")
+    add("--machine", metavar="NAME", help="predict the runs on this machine, as plan.py does")
     add("--output", type=Path, metavar="FILE",
         help="default: report.html in the first run's folder, or workdir/explore.html")  # fmt: skip
     add("--template", type=Path, metavar="FILE",
@@ -86,8 +86,8 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def inline(draw: Callable[[Path], Path]) -> Markup:
-    """A picture as a part of the page: without what makes it a file, and without the names of its
-    parts, which are in other pictures, too."""
+    """A picture as a part of the page: SVG without the file's header and metadata, and without the
+    ids that other pictures have, too."""
     with TemporaryDirectory() as folder:
         svg = draw(Path(folder) / "picture.svg").read_text("utf-8")
     needless = r'<metadata>.*?</metadata>| id="[A-Za-z0-9.]+_\d+"'
@@ -115,19 +115,20 @@ class Reported(Run):
 
     @property
     def behind(self) -> float:
-        """By which part of the mean of all ranks the slowest is later, in the time of epochs."""
+        """How much longer epochs take on the slowest rank than the mean of all: a share of that."""
         times = [[rank["training_time"] for rank in epoch] for epoch in self.epochs]
         return fmean(max(epoch) / fmean(epoch) - 1 for epoch in times[1:] or times)
 
     @property
     def memory(self) -> float:
-        """GiB of the fullest rank."""
+        """Peak memory of the fullest rank, in GiB."""
         return max(self.summary["peak_rss_bytes"]) / GIB
 
     @cached_property
     def priced(self) -> PricedStep | None:
-        """The run as the planner sees it, to which dp counts all replicas; None without a machine,
-        or if it is no GPT-2, or has shared experts, which the planner does not know."""
+        """The run as the planner predicts it; the planner's dp counts all replicas. None without a
+        machine, or if the model is not a GPT-2 or has shared experts, which the planner does not
+        know."""
         used, size = self.summary, read_json(self.folder / "config.json")
         dp = prod(self.shape[axis] for axis in BATCH_AXES)
         ranks: dict[str, Any] = {**self.shape, "dp": dp, "shards": used.get("shards")}
@@ -154,11 +155,11 @@ class Reported(Run):
 
     @property
     def rate(self) -> float:
-        """Examples per second: batches of runs may be of different sizes."""
+        """Examples per second, which compares runs whose batches differ in size."""
         return self.summary["batch_size"] / self.seconds
 
     def planned_memory(self) -> list[float]:
-        """The planner's bytes of each rank; none of stages that are threads of one rank."""
+        """The planner's bytes of each rank; empty if the stages are threads of one rank."""
         ranks = self.summary["world_size"]
         if self.priced is None or ranks < self.shape["pp"]:
             return []
@@ -167,8 +168,8 @@ class Reported(Run):
 
     @cached_property
     def start(self) -> dict[str, Any] | None:
-        """With which settings page/explore.js begins, and measured milliseconds of a micro-batch
-        on each rank; None without stages."""
+        """The settings with which page/explore.js begins, and the measured milliseconds of a
+        micro-batch on each rank; None without stages."""
         step = self.step
         if step is None or len(step.ranks) == 1:
             return None
@@ -183,7 +184,7 @@ class Reported(Run):
         taken = 1e3 * duration(actions_of(step.events))
         schedule, chunks = self.summary["schedule"], len(step.ranks) // n
         own = "" if schedule in SCHEDULES else schedule
-        if own:  # begins with its lists, in the place of those of a schedule with such stages
+        if own:  # the page begins with its lists, as changes of a schedule that has such stages
             loops = [s % n for s in range(len(step.ranks))]
             schedule = "1f1b" if chunks == 1 else "interleaved" if step.ranks == loops else "zbv"
         return {
@@ -196,8 +197,8 @@ class Reported(Run):
 
 
 def apart(run: Run, first: Run) -> str:
-    """The largest difference of a step's loss from another run's, relative; empty if they have
-    different steps, or some were skipped."""
+    """The largest relative difference of a step's loss from another run's; empty if the runs differ
+    in their number of steps, or a step was skipped."""
     ours, theirs = run.summary["loss"], first.summary["loss"]
     if run is first or len(ours) != len(theirs) or None in (*ours, *theirs):
         return ""
@@ -210,8 +211,8 @@ def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[
 
 
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
-    """Compares the gradients that runs left of their first step (--pytest): the largest difference
-    between the ranks of each, and from the first run, and the parameter where it is."""
+    """Compares the gradients that runs left of their last step (--pytest): the largest difference
+    between the ranks of each run, and the largest from the first run, with its parameter."""
     rows: list[dict[str, Any]] = []
     first: dict[str, Tensor] = {}
     for run in runs:

@@ -1,10 +1,10 @@
-"""What the options of a run must fulfil, and the values of those that were not given.
+"""The rules that a run's options must fulfil, and the values of options that were not given.
 
 A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
 works instead. `require` reads rows lazily: later ones may rely on earlier ones. There is a rule for
-a mistake whose consequence would be silent, a traceback, or minutes late. There is none for what is
-refused in a sentence before the training anyway, nor for what does no harm. Each program collects
-its rules in its `settled_*`, which changes nothing in place:
+a mistake that would otherwise go unnoticed, end in a traceback, or show only after minutes. There
+is none for a mistake that is refused in a sentence before the training anyway, or that does no
+harm. Each program collects its rules in its function `settled_*`, which changes nothing in place:
 
     what was typed -> as_it_was (--resume) -> what follows from the layout -> settled -> require
 """
@@ -30,9 +30,9 @@ from training.tasks.tokens import read_tokenizer
 
 from .command_line import is_it
 
-SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
+SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # of the built-in data
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
-SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
+SGD_FACTOR = 30  # an SGD step is the rate times a small gradient; an AdamW step is about the rate
 STEPS_RECORDED = 20
 OF_SENTENCES = (
     "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test "
@@ -45,9 +45,9 @@ Rule = tuple[str, bool, str, str]
 
 
 def require(args: Options, rows: Iterable[Rule]) -> None:
-    """Raises UserError for the first row that is not fulfilled. Under torchrun the first rank of
-    each host checks, since a rule may load from the hub; of a resume rank 0, which has the
-    checkpoint."""
+    """Raises UserError for the first rule that is not fulfilled. Under torchrun only the first rank
+    of each host checks, since a rule may load from the hub. If the run is resumed, only rank 0
+    checks, which has the checkpoint."""
     if torchrun("LOCAL_RANK", 0) or (args.resume and torchrun("RANK", 0)):
         return
     for names, fulfilled, rule, instead in rows:
@@ -62,8 +62,8 @@ def without_effect(args: Options, names: str, rule: str, instead: str) -> list[R
 
 
 def settled(args: O) -> O:
-    """With the model, the learning rate, the sizes of splits, and how many steps are recorded and
-    checkpoints kept."""
+    """The options with values for the model, the learning rate, the momentum, the sizes of splits,
+    and the numbers of steps to record and of checkpoints to keep."""
     kind = choose_device(args.device).type
     model, rate = args.model, args.learning_rate
     if model == "auto":
@@ -77,21 +77,22 @@ def settled(args: O) -> O:
         momentum = 0.95 if args.optimizer == "muon" else 0.9
     sizes: dict[str, Any] = {}
     for name, size in SPLIT_SIZES.items():
-        # Of any text, since it is validated after every epoch.
+        # n_validation is capped for any text: these examples are evaluated after every epoch.
         capped = args.dataset == "builtin" or (name == "n_validation" and model != VGG)
         limit = getattr(args, name) or (size if capped else "all")
         sizes[name] = None if limit == "all" else limit
     timeline = args.timeline
-    if timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
+    if timeline is None:  # recording takes 0.3 microseconds per action, but would wait for a GPU
         timeline = STEPS_RECORDED if kind == "cpu" else 0
     return replace(
         args, model=model, learning_rate=rate, momentum=momentum, **sizes, timeline=timeline,
-        keep=args.keep or int(args.check_weights),  # it compares what is saved
+        keep=args.keep or int(args.check_weights),  # the check compares what is saved
     )  # fmt: skip
 
 
 def ranks_of_run(args: Options) -> int | None:
-    """As many as torchrun has started, or as were asked for. Raises UserError if these differ."""
+    """As many as torchrun has started, or else as were asked for. Raises UserError if the two
+    differ."""
     started = torchrun_world_size()
     if started and "world_size" in args.typed and args.world_size != started:
         raise UserError(f"--world_size {args.world_size}: torchrun started {started}; {LEAVE}")
@@ -115,11 +116,11 @@ def rules(args: Options) -> Iterator[Rule]:
         # Ranks would wait for one that cannot open its connections. macOS allows 256, Linux 1,024.
         ("workdir", files >= 128 or files == unlimited,
          f"a process may open {files} files here; a rank may need 128", "ulimit -n 1024 works"),
-        # On several hosts the lock of a folder may not be seen.
+        # One host may not see the lock that another has set on a folder.
         ("workdir", bool(torchrun_world_size()) or tasks == "1" or task in args.workdir.name,
          f"srun has started {tasks} of this program, and each would be a run", "srun --ntasks 1, "
          "torchrun as in examples/slurm, or a --workdir for each with $SLURM_PROCID, works"),
-        # In an image for running programs there may be none.
+        # A container image made only to run programs may have none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
     ]  # fmt: skip
@@ -143,7 +144,7 @@ def rules(args: Options) -> Iterator[Rule]:
     ):  # fmt: skip
         if here:
             yield from without_effect(args, names, rule, instead)
-    # A resume takes the checkpoint's: the folder may be gone.
+    # A resumed run takes the checkpoint's tokenizer: the folder may be gone.
     in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
     if args.tokenizer and args.model in PRESETS and not in_checkpoint:
         n = size_of_tokenizer(args.tokenizer)
@@ -159,8 +160,8 @@ def rules(args: Options) -> Iterator[Rule]:
 
 
 def size_of_tokenizer(name: str) -> int:
-    """The number of tokens. Raises UserError if it is no byte-level BPE: others lack letters, and
-    may join what a text is cut into."""
+    """The number of tokens of a tokenizer. Raises UserError if it is not a byte-level BPE: other
+    kinds lack letters, and may join the parts that a text is cut into."""
     try:
         tokenizer = read_tokenizer(name)
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]

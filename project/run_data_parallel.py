@@ -84,8 +84,8 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
 
 
 def write_gradients(rank: Rank) -> None:
-    """An epoch without evaluation; then each rank writes the gradients of its last step, and the
-    first one the options, unless another run is in the workdir."""
+    """Trains for an epoch without evaluation. Then each rank writes the gradients of its last step,
+    and rank 0 the options, unless the workdir already has a run."""
     args, task, model = rank.setup.args, rank.task, rank.model
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)

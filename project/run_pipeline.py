@@ -74,7 +74,7 @@ def parse_pipeline(argv: Sequence[str]) -> PipelineOptions:
 
 def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    # As a strategy is: each mode has its own layout, and a mode that is not typed is kept.
+    # A mode decides the layout, as a strategy does. If none is typed, a resumed run keeps its own.
     typed = "model_parallel_mode" in given.typed
     args = as_it_was(given, *([given.model_parallel_mode] if typed else THREAD_MODES))
     mode, gpus = args.model_parallel_mode, torch.cuda.device_count()
@@ -92,8 +92,8 @@ def settled_pipeline(given: PipelineOptions) -> PipelineOptions:
 
 
 def schedule_of(args: PipelineOptions) -> str:
-    """The schedule: `sequential` for stages that compute one at a time; for the course's form its
-    own; else the one that was typed, or the default."""
+    """The schedule if none was typed: `sequential` for stages that compute one at a time, `gpipe`
+    for the course's form, else `1f1b`."""
     if args.model_parallel_mode != "pipeline_parallel":
         return "sequential"
     return "gpipe" if args.pipeline == "blocks" else "1f1b"
@@ -110,7 +110,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Rule]:
         ("model_parallel_mode num_devices", args.model_parallel_mode != "none" or n == 1,
          "mode none uses one device", f"{PIPELINE_PARALLEL} works"),
         ("model_parallel_mode pipeline schedule", schedule in (args.schedule, "1f1b"),
-         f"there it is {schedule}", f"{PIPELINE_PARALLEL} --pipeline whole works"),
+         f"with the first two it is {schedule}", f"{PIPELINE_PARALLEL} --pipeline whole works"),
         ("num_devices device", on_cpu or n <= max(1, gpus), f"{counted(gpus, 'GPU')} can be seen",
          f"--num_devices {max(1, gpus)}, or --device cpu, works"),
     ]  # fmt: skip

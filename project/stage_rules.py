@@ -15,8 +15,9 @@ from .rules import Rule
 
 
 def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) -> dict[str, Any]:
-    """The schedule and the stages per rank. A schedule that is not a named one is kept as its text,
-    and decides the micro-batches. Raises UserError if its numbers are not those given."""
+    """The schedule and the stages per rank. A schedule that has no name, such as a file's, is kept
+    as its text, and fixes the number of micro-batches. Raises UserError if its sizes are not those
+    given."""
     if schedule in SCHEDULES:
         return {"schedule": schedule, "chunks": chunks or chunks_of(schedule)}
     try:
@@ -32,8 +33,9 @@ def schedule_of_run(schedule: str, n: int, m: int | None, chunks: int | None) ->
 def of_stages(
     args: Options, option: str, n: int, blocks: int | None, layers: int = 0
 ) -> Iterator[Rule]:
-    """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
-    sets. The model is a GPT-2 with `blocks` blocks, or a different one with `layers` layers."""
+    """The model must have a layer for each stage. `n` is the number of ranks or devices, and
+    `option` the option that sets it. The model is a GPT-2 with `blocks` blocks or, if `blocks` is
+    None, a different one with `layers` layers."""
     units, unit, parts = (blocks, "block", "") if blocks else (layers, "layer", "")
     if blocks and args.balance == "auto" and args.pipeline == "whole":
         units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"

@@ -1,7 +1,7 @@
 """The strategies of train.py: a table, and their pages of help.
 
 none
-    One process, as `single`, which prints the loss and the seconds of every step.
+    One process, as `single`; it also prints the loss and the seconds of every step.
 
     python project/train.py none --num_batches 2
     python project/train.py -n 2 -b 8 none --model gpt2-mini
@@ -20,7 +20,8 @@ ddp
     python project/train.py ddp --model gpt2-mini --experts 8 --top_k 2 --ep 2
 
     With --experts each block has several MLPs, and a router chooses --top_k of them for each
-    position. With --ep 2 two ranks share them: each has half, and positions travel to theirs.
+    position. With --ep 2 two ranks share the experts: each has half of them, and positions travel
+    to the ranks that have their experts.
 
 fsdp
     Fully sharded data parallelism. Every rank gets a part of each batch and holds a shard of the
@@ -85,10 +86,10 @@ class Strategy(NamedTuple):
     """A row of the table.
 
     Attributes:
-        axis: of the mesh, where its ranks are; None: on several, as the options say.
+        axis: the axis of the mesh on which its ranks are; None: several, as the options say.
         whole: whether every rank holds the whole model; else ranks exchange tensors within a step.
         summary: for the list of strategies.
-        usual: options whose default differs under it.
+        usual: options whose default differs under this strategy, with that default.
     """
 
     axis: str | None

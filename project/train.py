@@ -109,9 +109,9 @@ def settled_train(given: TrainOptions) -> TrainOptions:
 
 
 def settled_axes(args: TrainOptions) -> TrainOptions:
-    """With the length of every axis, the number of ranks, the workdir that is named by them, and
-    the stages per rank. Of 3d dp follows the number of ranks, which torchrun may change when it
-    restarts them."""
+    """The options with the length of every axis, the number of ranks, the workdir (which these
+    name), and the stages per rank. Under 3d, dp follows from the number of ranks, which torchrun
+    may change when it restarts them."""
     lengths: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     own = STRATEGIES[args.strategy].axis
     product = math.prod(lengths[axis] for axis in FACTORS)
@@ -133,13 +133,13 @@ def lay_out(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
     args = setup.args
     if STRATEGIES[args.strategy].whole and args.ep == 1:
         return Replicated(task, world, setup)
-    more = [LAYER_AXES] if args.optimizer == "muon" else []  # they make matrices whole
+    more = [LAYER_AXES] if args.optimizer == "muon" else []  # over these, Muon makes matrices whole
     mesh = make_mesh(ranks_of(vars(args)), args.timeout, more)
     return (Sharded if args.zero in (2, 3) else Staged)(task, world, setup, mesh)
 
 
 def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
-    """Reads pictures or text, as the model needs, and makes the task of them. Raises UserError if
+    """Reads pictures or text, whichever the model learns, and makes the task. Raises UserError if
     there are none, or fewer pairs than ranks."""
     if args.model == VGG:
         pictures = load_pictures(args.dataset, args.n_train, args.n_validation, shown=world.is_main)
@@ -158,7 +158,7 @@ def work(rank: Rank) -> None:
     """Trains, and checks. Raises RunError if a check finds a difference from one process."""
     args, model = rank.setup.args, rank.model
     results = rank.train()
-    # Collective; rank 0 keeps what it gets.
+    # Collective; rank 0 gets and keeps the outputs.
     outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else {}
     finish(results)
 

@@ -31,7 +31,7 @@ def option_of(args: Options, axis: str) -> str:
 
 
 def of_strategy(args: Options) -> Iterator[Rule]:
-    """What a strategy and its options ask of each other, and the rules of its parts."""
+    """The rules between a strategy and its options, and those of the parts that it uses."""
     strategy, row, vgg = args.strategy, STRATEGIES[args.strategy], args.model == VGG
     ranks = math.prod(getattr(args, axis) for axis in FACTORS)
     of_text = args.tp * args.cp > 1 or Path(args.dataset).suffix.lower() == ".txt"
@@ -54,7 +54,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
          f"it must divide the {counted(args.dp, 'data-parallel rank')}",
          f"--shards {' or '.join(str(n) for n in range(1, args.dp + 1) if not args.dp % n)} works"),
         ("shards ep", not (args.shards or args.ep) % args.ep,
-         "ranks that share experts share a copy", f"--shards {args.ep} works"),
+         "ranks that share experts must share a copy", f"--shards {args.ep} works"),
         ("dropout", not (args.dropout and (args.check_weights or args.check_output) and drawn),
          "on a GPU, and in bf16, the plain run of a check drops different activations",
          "--dropout 0, or --device cpu and --precision fp32, works"),
@@ -75,7 +75,7 @@ def of_strategy(args: Options) -> Iterator[Rule]:
 
 
 def of_gpt2(args: Options) -> Iterator[Rule]:
-    """A GPT-2 from scratch, or pretrained. Also raises what its weights say."""
+    """A GPT-2 from scratch, or pretrained. Raises UserError if its weights cannot be read."""
     if args.model in PRESETS:
         yield from rules.of_model(args)
         return
@@ -121,7 +121,7 @@ def of_heads(args: Options) -> Rule:
 
 
 def of_experts(args: Options) -> Iterator[Rule]:
-    """Experts in the place of the MLPs of a GPT-2 from scratch, dealt out evenly."""
+    """Experts replace the MLPs of a GPT-2 from scratch, and are dealt out evenly."""
     experts = args.experts or 1
     fits = [ep for ep in range(1, experts + 1) if not experts % ep and not args.dp % ep]
     yield (
@@ -147,7 +147,7 @@ def of_experts(args: Options) -> Iterator[Rule]:
             ("strategy tp experts", args.tp == 1,
              "tensor parallelism cannot cut experts", "--ep, with --tp 1, works"),
             ("compile experts", not args.compile,
-             "an expert gets a different number of rows in every step, and each is compiled anew",
+             "an expert's number of rows differs in every step, and each number is compiled anew",
              rules.LEAVE),
         ]  # fmt: skip
 

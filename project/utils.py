@@ -68,7 +68,7 @@ def _show(results: Results) -> None:
     foot = "; ".join(results.task.describe().splitlines()[:2])
     picture = plot_training(args.workdir / PICTURE, [args.workdir], foot)
     if any(args.workdir.glob("timeline_rank*.json")):
-        # As it can be pasted, also where the environment is not active.
+        # A command that can be pasted even where the environment is not active.
         python = "python" if shutil.which("python") == sys.executable else sys.executable
         words = [python, Path(sys.argv[0]).with_name("plot.py"), "timeline", args.workdir]
         results.say(f"To draw the recorded steps: {shlex.join(map(str, words))}")
@@ -92,7 +92,7 @@ def run_program(main: Callable[[], None]) -> None:
                 raise
             leave(f"{error}; make room there, or write elsewhere\n", 1)
         except Ended as notice:
-            if torchrun("LOCAL_RANK", 0):  # all ranks are here; the first of each host says it
+            if torchrun("LOCAL_RANK", 0):  # all ranks get here; the first of each host says it
                 leave("", notice.status)
             refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:

@@ -1,5 +1,5 @@
-"""A real browser under a test's hand: Chromium without a window, by its DevTools protocol over two
-pipes. Clicks, drags and keys are those of the browser, not events that a script makes up."""
+"""Drives a real browser from a test: Chromium without a window, by its DevTools protocol over two
+pipes. Clicks, drags and keys are real input, not events that a script dispatches."""
 
 from __future__ import annotations
 

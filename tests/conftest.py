@@ -1,6 +1,6 @@
 """Fixtures that more than one package's tests use.
 
-Only what runs tests imports torch, and not the process that hands them out to workers.
+Only processes that run tests import torch; the one that hands tests out to workers does not.
 """
 
 from __future__ import annotations

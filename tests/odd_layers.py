@@ -1,6 +1,6 @@
 """Layers that do what few models do: every strategy trains them as plain PyTorch does.
 
-They take and give tensors of `FEATURES` in the last dimension, and get their type from the test.
+They take and return tensors with `FEATURES` in the last dimension; the test chooses the dtype.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Experts, plainly: every expert computes every position, and what was not chosen counts for
-nothing. One process, no rows that travel, none sorted."""
+nothing. In one process, without sending or sorting rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class PlainExperts(nn.Module):
-    """In the place of an MLP of transformers, with the parameters' names of the product."""
+    """In the place of an MLP of transformers, with the project's names of parameters."""
 
     def __init__(
         self, mlp: Any, num_experts: int, top_k: int, shared: Any = None, by_bias: bool = False
@@ -34,7 +34,7 @@ class PlainExperts(nn.Module):
         self.experts = nn.Module()
         self.experts.c_fc = module(weight=parameter(width, inner), bias=parameter(inner))
         self.experts.c_proj = module(weight=parameter(inner, width), bias=parameter(width))
-        # The product's layers call c_fc, act and c_proj, one after the other.
+        # The project's layers call c_fc, act and c_proj, one after the other.
         self.act = self.c_proj = nn.Identity()
         self.__dict__["c_fc"] = self.mixed
 

@@ -1,10 +1,10 @@
 """A distributed world that is started once per test session, and given functions to run.
 
 A process needs seconds to import its libraries, so the ranks live as long as the session, and are
-forked from a server that has them: itself a fork of the process that runs tests, made when that has
-collected them. A test hands the ranks a function of its module; each calls it with (rank,
-world_size, *args) and sends back what it returns. A failure on any rank fails the test with that
-rank's traceback.
+forked from a server that has imported them. The server is a fork of the process that runs tests,
+made when that has collected the tests. A test hands the ranks a function of its module; each calls
+it with (rank, world_size, *args) and sends back what it returns. A failure on any rank fails the
+test with that rank's traceback.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Tests whose body runs in other processes, which a fixture has: on ranks, or where there is a
-device."""
+"""Tests whose body runs in processes that a fixture has started: ranks, or one with a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader meets who follows a step: counts of what it calls, by a trace of one rank.
+"""How much code a reader meets who follows a step, counted by a trace of one rank.
 
     python -m tests.step_trace
 

@@ -1,6 +1,6 @@
 """Every contestant of a benchmark takes one step, in a tiny model. Layers are called through
-`nn.Module`, so mypy does not see when a benchmark and what it measures disagree. And what the
-documentation says of the planner's errors is what benchmarks/planner.py finds."""
+`nn.Module`, so mypy does not see when a benchmark and the code that it measures disagree. And what
+the documentation says of the planner's errors is what benchmarks/planner.py finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where people run: rented GPUs, clusters, containers, a notebook. Each as far as it goes here."""
+"""Rented GPUs, clusters, containers, a notebook: each as far as it can be tested here."""
 
 from __future__ import annotations
 

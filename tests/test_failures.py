@@ -1,4 +1,4 @@
-"""What happens to runs, done to real ones: none hangs, each says why once, and none leaves a trace.
+"""Real runs that fail or are struck: none hangs, each says why once, and none leaves a trace.
 
 The short form of `make chaos`: on programs that import little, several things per run.
 """

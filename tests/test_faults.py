@@ -1,7 +1,7 @@
-"""A run under torchrun that faults strike comes to the weights of the run that was left alone.
+"""A run under torchrun that faults strike ends with the weights of the run that was left alone.
 
-Two rows of the table of `python -m tests.faults`, of which docs/faults.md shows the rest: several
-hosts and cut links among them.
+These are two rows of the table of `python -m tests.faults`. docs/faults.md shows all rows, also
+those of several hosts and cut links.
 """
 
 from __future__ import annotations

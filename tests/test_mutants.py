@@ -1,4 +1,4 @@
-"""The table of mutants fits the code of today. `make mutants` says whether tests see them."""
+"""The table of mutants fits the code. `make mutants` says whether tests see them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What README.md and the pages of the courses tell people to type exists, its options are good; and
-the files and names that these pages give. (The commands of the courses are run, too: see
+"""Commands in README.md and on the pages of the courses exist, and have valid options. The files
+and names that these pages give exist. (The commands of the courses are run, too: see
 tests/project/test_courses.py.)"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forward again in backward: the bits of forward once, in less memory; or a reason why not. More
+"""Recomputation gives the bits of a step without it, in less memory; or says why it cannot. More
 layouts: tests/equivalence."""
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Idea: the process is forked from the server that the ranks of a test come from (
 forks its ranks itself. The rest is as from a shell: its command line, folder, environment, and what
 it writes on file descriptors 1 and 2. Tests of starting and ending start real programs.
 
-Those of the tutorial ask `multiprocessing` for a server, and host the store of their ranks. A rank
-that is forked beside the store's thread may hang: so they get a server before they begin.
+The programs of the tutorial ask `multiprocessing` for a server, and host the store of their ranks.
+A rank that is forked beside the store's thread may hang: so they get a server before they begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that only some machines have."""
+"""Finds programs that only some machines have."""
 
 from __future__ import annotations
 

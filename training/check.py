@@ -6,9 +6,10 @@ that a correct run fails. The right one depends on the model, the steps and the 
 
 Idea: measure the rounding error of this very training. One process trains twice on whole batches in
 plain PyTorch: in float32 (a bf16 run's under autocast), and in float64. The distance of the two is
-the rounding error, accumulated over all sums and steps. Another order of summation makes errors of
-the same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less in
-one order than in the other, so each is allowed at least the rounding of the model's average weight.
+the rounding error, accumulated over all sums and steps. A different order of summation makes errors
+of the same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less
+in one order than in the other, so each is allowed at least the rounding of the model's average
+weight.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
     rounding   the 2-norm of (plain - float64), at least the model's RMS error * sqrt(elements)
@@ -19,7 +20,7 @@ weight that training does not move has no rounding error and must match exactly.
 gradient by its own size and so hides a constant factor in all gradients; SGD reveals it.
 
 What the options ask of an update is computed here anew (`plain_steps`), without the code that runs
-use: a reference that shared it would share its mistakes. tests/equivalence trains by it, too.
+use: a reference that shared it would share its mistakes. tests/equivalence trains with it, too.
 
 The run's weights are those of its last checkpoint, so that saving is checked, too.
 
@@ -51,9 +52,9 @@ from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0
 ROUTED_APART = (
-    "  experts are chosen by numbers that bf16 rounds, in each layout at other places: a position\n"
-    "  may go to another expert, and from there on the runs differ by more than rounding. So this\n"
-    "  may be no mistake: --precision fp32 or fp64 tells"
+    "  experts are chosen by numbers that bf16 rounds, in each layout at different places: a\n"
+    "  position may go to a different expert, and from there on the runs differ by more than\n"
+    "  rounding. So this may be no mistake: --precision fp32 or fp64 tells"
 )
 Tensors = Mapping[str, Tensor]  # by name
 
@@ -79,8 +80,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared, and every difference, the worst first. `doubt`: what else than a mistake
-    may be the cause of one."""
+    """What was compared, and every difference, the worst first. `doubt`: what, other than a
+    mistake, may have caused one."""
 
     what: str
     differences: list[Difference]
@@ -176,9 +177,9 @@ def plain_steps(
     Args:
         args: the options that a person types.
         named: the parameters, by name.
-        total: the steps at whose end a decaying rate would be 0.
+        total: the number of steps after which a decaying rate would be 0.
         losses: the mean loss of each step, computed when it is asked for. A step that is not finite
-            is left out, but has its number.
+            is left out, but counts as a step.
     """
     by_name = dict(named)
     biases = [by_name.pop(name) for name in [*by_name] if name.endswith("router.bias")]
@@ -216,7 +217,7 @@ def plain_steps(
             optimizer.step()
             for name, p in of_blocks.items():
                 plain_muon(args, rate, name, p, means[name])
-            for b in biases:  # by the sign; 0 but for rounding is 0
+            for b in biases:  # by the sign; what is 0 up to rounding moves nothing
                 assert b.grad is not None
                 b.data -= args.balance_rate * b.grad / (b.grad.abs() + 1e-8)
 
@@ -229,7 +230,7 @@ def is_of_block(name: str) -> bool:
 @torch.no_grad()
 def plain_muon(args: Options, rate: float, name: str, p: nn.Parameter, mean: Tensor) -> None:
     """Muon's update of a parameter by its gradient, and of the mean of gradients. Where Muon
-    multiplies matrices, this changes their singular values."""
+    multiplies matrices, this function changes their singular values."""
     if p.grad is None:
         return
     mean.mul_(args.momentum).add_(p.grad, alpha=1 - args.momentum)
@@ -275,7 +276,7 @@ class Plain:
         """The mean loss of the whole batch, summed in fp32 at least; NaN without targets."""
         with self.context():
             output: Any = self._output(step.inputs[0])
-            # Layers of experts add something.
+            # Layers of experts add a loss.
             logits, added = (output, 0.0) if isinstance(output, Tensor) else output
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = F.cross_entropy(logits, step.targets[0], reduction="sum")
@@ -300,7 +301,8 @@ class Plain:
 def outputs_on_main(
     world: World, task: TrainingTask, model: LaidOutModel
 ) -> dict[int, tuple[Any, Tensor]]:
-    """On rank 0, an input of every part that has one, and the outputs for it; elsewhere nothing."""
+    """On rank 0, an input of every part of the batch that has one, and its outputs; elsewhere
+    nothing."""
     size, m = model.dp_size, model.num_microbatches
     with model.evaluating():
         output = model.outputs(task.input_to_compare(model.dp_rank, size, m))
@@ -326,7 +328,7 @@ def check(
     compared: dict[str, tuple[Tensors, Tensors, Tensors]] = {}
     if args.check_weights:
         checkpoint, refused = newest(args.workdir / CHECKPOINTS)
-        if refused:  # older weights are others
+        if refused:  # an older checkpoint has different weights
             raise RunError(f"--check_weights: {refused[0]}")
         got = weights_of(checkpoint) if checkpoint else {}
         compared["weights"] = got, plain.weights(), exact.weights()

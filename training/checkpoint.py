@@ -4,8 +4,8 @@ Problem: ranks hold whole parameters, the layers of a stage, or parts of flat bu
 must load what another has saved, and never a half-written checkpoint.
 
 Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
-rectangles of it that it holds (`Held`). `torch.distributed.checkpoint` does the rest: of several
-ranks that hold a rectangle one writes it; a rectangle is filled from all stored ones it overlaps.
+rectangles that it holds of it (`Held`). `torch.distributed.checkpoint` does the rest: of several
+ranks that hold a rectangle, one writes it; a tensor is filled from all its stored rectangles.
 
     model.transformer.wte.weight                     a weight
     optimizer.exp_avg.transformer.wte.weight         optimizer state of its shape
@@ -17,15 +17,15 @@ ranks that hold a rectangle one writes it; a rectangle is filled from all stored
         state.json, tokenizer.json      position, options; other small files
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
-not share it: ranks that do not see rank 0's send it the files that they wrote. To load, each rank
-reads the tensors of which it holds a part, or gets them from rank 0, and keeps its rectangles.
+not share it: ranks that do not see rank 0's folder send it the files that they wrote. To load, each
+rank reads the tensors of which it holds a part, or gets them from rank 0, and keeps its rectangles.
 
 A truncated file is refused; a bit that the disk has flipped is not noticed. A rank that cannot
 write or read says so and ends, and with it the run.
 
-A damaged checkpoint gives way to the one before it, and is renamed. One that may be whole, and
-cannot be read now, ends the run: its disk does not answer, or a different version wrote it.
-Only `prune` removes checkpoints, each file by its name, and `clean` what has not become one.
+A damaged checkpoint is renamed, and the one before it is used. One that may be whole, but cannot be
+read now, ends the run: its disk does not answer, or a different version wrote it. Only `prune`
+removes checkpoints, each file by its name; `clean` removes those that were not completed.
 
 Cost: each rank writes its part. When saving in the background the run waits only until its tensors
 are copied. Loading takes the memory of the largest tensor.
@@ -61,7 +61,7 @@ from .launch.world import World
 from .layouts.layout import Held, LaidOutModel
 
 FORMAT = "parallel-gpt2 checkpoint 5"
-NAME = re.compile(r"\d{6}-(epoch\d+-)?step\d+$")  # not 000002-best or 000002-step4-copy, a user's
+NAME = re.compile(r"\d{6}-(epoch\d+-)?step\d+$")  # not a user's 000002-best, 000002-step4-copy
 STATE, METADATA = "state.json", ".metadata"
 MOVE = "move it away to go on from the one before it"
 
@@ -126,7 +126,7 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                # One that never had a gradient has no saved state, and gets none.
+                # A parameter that never had a gradient has no saved state, and gets none.
                 if p in names and (saved := slots.get(names[p])):
                     optimizer.state[p] = _blank(p, saved, group.get("fused"))
                     wanted += _state(model, p, optimizer.state[p])
@@ -152,7 +152,7 @@ class Saver:
     """Writes and loads the checkpoints of a run. All ranks call its methods together.
 
     Args:
-        folder: of the checkpoints; rank 0's counts.
+        folder: of the checkpoints; rank 0's folder counts.
         timeout: seconds that a rank waits for another.
         background: whether `save` returns once tensors are copied, and a thread writes them.
     """
@@ -167,7 +167,7 @@ class Saver:
         self.folder, self.background = folder, background
         self.world = (world or World()).apart(timeout)  # it may communicate while the run does
         last = LastAction() if background else self.world.last
-        self.writer = replace(self.world, last=last)  # as the thread that writes
+        self.writer = replace(self.world, last=last)  # the writing thread's
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._writing: Future[None] | None = None  # in the background
 
@@ -178,13 +178,13 @@ class Saver:
 
         Args:
             label: follows the number in its name, e.g. epoch1-step40.
-            held: by this rank. All ranks' together make whole tensors; several may have the same.
+            held: by this rank. Together, ranks hold whole tensors; several may hold the same.
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
-            RunError: this checkpoint, or the one before it in the background, cannot be written: on
-                the rank that failed, and on all where the library writes. No part of it is left.
-                Earlier checkpoints stay intact.
+            RunError: this checkpoint, or the one before it in the background, cannot be written. It
+                is raised on the rank that failed, or on all if the library failed. No part of the
+                checkpoint is left. Earlier checkpoints stay intact.
         """
         self.wait()  # at most one is being written
         last = ["0", *names(self.folder)][-1]
@@ -195,7 +195,7 @@ class Saver:
         if not self.background:
             self._write(name, held, texts)
             return name
-        # The library's async_save also saves in a thread, but copies what is in a dictionary.
+        # The library's async_save also saves in a thread, but copies only a dictionary's tensors.
         copies = [replace(x, tensor=x.tensor.detach().to("cpu", copy=True)) for x in held]
         # Its collectives use a group of their own: this thread goes on with the run's.
         self._writing = self._thread.submit(self._write, name, copies, texts)
@@ -207,7 +207,7 @@ class Saver:
 
         world, aside = self.writer, self.folder / f".{name}.part"
         world.last.note("checkpoint")
-        if world.device.type == "cuda":  # a new thread has the first, and would take memory there
+        if world.device.type == "cuda":  # a new thread is on the first GPU, and would take memory
             torch.accelerator.set_device_index(world.device)
         what = f"--workdir {self.folder.parent}: checkpoint {name}"
         try:
@@ -254,14 +254,14 @@ class Saver:
         """Waits for the checkpoint that is written in the background. Raises RunError."""
         if self._writing is None:
             return
-        while not self._writing.done():  # it does, or waits for, what its thread does
+        while not self._writing.done():  # this rank does, or waits for, what its thread does
             self.world.last.note(self.writer.last.name.decode())
             wait([self._writing], 0.1)
         self._writing.result()
 
     def load(self, checkpoint: Checkpoint, held: Iterable[Held]) -> None:
-        """Fills the records' tensors. If all see rank 0's files, each reads what it needs; else
-        rank 0 reads one tensor after the other, and sends it.
+        """Fills the records' tensors. If all ranks see rank 0's files, each reads what it needs;
+        else rank 0 reads one tensor after the other, and sends it.
 
         Raises:
             CheckpointError: a tensor is missing or has a different shape.
@@ -290,9 +290,9 @@ class Saver:
                 x.tensor.detach().copy_(whole[tuple(slice(at, at + n) for at, n in sides)])
 
     def prune(self, keep: int, best: str | None = None) -> None:
-        """Removes all but the newest `keep`, 1 or more, and that with the label `best` of rank 0.
-        Call it after a finite step from the newest weights: no size tells NaN weights from good
-        ones."""
+        """Removes all checkpoints but the newest `keep`, 1 or more, and that with the label `best`,
+        as rank 0 gives it. Call it after a finite step from the newest weights: the files do not
+        show whether weights are NaN."""
         old = [name for name in names(self.folder)[:-keep] if name.partition("-")[2] != best]
         self._each(old, _remove)
 
@@ -305,7 +305,7 @@ class Saver:
         )
 
     def _each(self, some: Sequence[str], work: Callable[[Path], object]) -> None:
-        """Calls it with the folder of each of these checkpoints, on rank 0."""
+        """Calls `work` with the folder of each of these checkpoints, on rank 0."""
 
         def work_on_all() -> None:
             with writing(self.folder):
@@ -317,8 +317,8 @@ class Saver:
 
 def _remove(folder: Path) -> None:
     """Removes the files of a checkpoint, then its folder. A file that a user has put there stays,
-    as does a folder that is no checkpoint, whatever its name. What says that it is one goes last:
-    if the process ends before, the next call goes on."""
+    as does a folder that is no checkpoint, whatever its name. state.json, which shows that it is
+    one, goes last: if the process ends before, the next call continues."""
     with suppress(OSError, ValueError):
         texts = json.loads((folder / STATE).read_bytes()).get("bytes", {})
         for file in (METADATA, "manifest.json", *texts):
@@ -329,7 +329,7 @@ def _remove(folder: Path) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
-    """Of a checkpoint's files as this host sees them; those of a copy are others."""
+    """Identifies a checkpoint's files as this host sees them. A copy has a different identity."""
     with suppress(OSError):
         status = (folder / METADATA).stat()
         return status.st_ino, status.st_ctime_ns
@@ -354,7 +354,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """The library's description of each by name, with `size` and `properties.dtype`."""
+        """The library's description of each tensor, with `size` and `properties.dtype`, by name."""
         by_name: Mapping[str, Any] = self.metadata.state_dict_metadata
         return by_name
 
@@ -364,8 +364,8 @@ class Checkpoint:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint in `folder`, or None if there is none; and why each newer one
-    was refused, which is damaged. Raises CheckpointError if all are damaged, or if one may be whole
+    """The newest intact checkpoint in `folder`, or None if there is none; and why each newer one,
+    which is damaged, was refused. Raises CheckpointError if all are damaged, or if one may be whole
     and cannot be read."""
     refused: list[str] = []
     for name in reversed(names(folder)):
@@ -381,7 +381,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints in `folder` by name, intact or not, the oldest first. Raises CheckpointError
-    if it is there and cannot be read: it may have some."""
+    if the folder exists but cannot be read: it may have some."""
     try:
         return sorted(path.name for path in folder.iterdir() if NAME.match(path.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -401,7 +401,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         DamagedError: with what is wrong with it.
-        CheckpointError: it may be intact, and cannot be read.
+        CheckpointError: it may be intact, but cannot be read.
     """
     file = STATE
     try:

@@ -1,9 +1,9 @@
-"""The names of a run's files, and how they are written: whole or not at all. What a run prints, and
-how far it is: its loss, and the time left.
+"""The names of a run's files, and how they are written: whole or not at all. Also what a run
+prints, and its progress: the loss, and the time left.
 
-How far it is goes to standard error. On a terminal it is a line that moves, of which
-`training.launch.errors.say` erases what an interrupted run has left. In a pipe or a log whatever
-lasts writes a line now and then:
+Progress goes to standard error. On a terminal it is a bar; `training.launch.errors.say` erases what
+an interrupted run has left of it. In a pipe or a log, whatever takes long writes a line now and
+then:
 
     Tokenizing train: pair 1048576, 00:20
     Epoch 1: step 12 of 79, loss 3.214, 2,345 positions/s, 01:34 left
@@ -27,9 +27,9 @@ from .launch.errors import RunError, say
 
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 ENDED = "ended_on_notice"  # there if the last run was asked to end: a scheduler may start it again
-CHECKPOINTS, TENSORBOARD, TOKENS = "checkpoints", "tensorboard", "tokens"  # their folders
+CHECKPOINTS, TENSORBOARD, TOKENS = "checkpoints", "tensorboard", "tokens"  # folders
 EVERY = 10.0  # seconds from a line in a log to the next one
-WIDTH, HEIGHT = 80, 24  # of a terminal that does not know its own, as that of some containers
+WIDTH, HEIGHT = 80, 24  # of a terminal that does not know its own, as in some containers
 
 # Lines of one process need only a lock among threads. tqdm's default is a named semaphore among
 # processes, which a killed run would leave in /dev/shm.
@@ -55,13 +55,13 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def unused(path: Path) -> Path:
-    """This path with the first number at which there is nothing: earlier_1, earlier_2, ..."""
+    """This path with the first number that is not taken: earlier_1, earlier_2, ..."""
     numbered = (path.with_name(f"{path.name}_{n}") for n in itertools.count(1))
     return next(other for other in numbered if not other.exists())
 
 
 def show(text: str) -> None:
-    """Prints. Raises RunError if its reader is gone (Broken pipe), as when `| head` has ended."""
+    """Prints. Raises RunError if nobody reads it (Broken pipe), as when `| head` has ended."""
     with writing("standard output"):
         print(text, flush=True)
 
@@ -71,7 +71,7 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".part")
     try:
         with writing(path):
-            # A name that is not UTF-8 has halves of letters, which JSON has escaped.
+            # A file name that is not UTF-8 has lone surrogates, which are written as JSON escapes.
             aside.write_text(text, encoding="utf-8", errors="backslashreplace")
             aside.replace(path)  # atomic
     finally:
@@ -84,21 +84,21 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def json_text(content: Any, indent: int | None) -> str:
-    """As JSON, with null for NaN and infinities, which JSON does not have."""
+    """The content as JSON, with null for NaN and infinities, which JSON does not have."""
     finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent, ensure_ascii=False) + "\n"
 
 
 class _Log:
-    """Standard error as a file to which a line that moves is written: a line for each state."""
+    """A file for tqdm: each state of its bar becomes a line of standard error."""
 
     def write(self, text: str) -> None:
-        """Without what moves: the blanks and returns that erase a state before the next one."""
+        """Leaves out the blanks and carriage returns by which tqdm erases the previous state."""
         if state := text.strip():
             say(f"{state}\n")
 
     def flush(self) -> None:
-        """As files have it; `say` does it."""
+        """Files have this method; `say` has flushed already."""
 
 
 def moving(
@@ -111,13 +111,13 @@ def moving(
     done: int = 0,
     size: int = 0,
 ) -> tqdm[Any]:
-    """The items, with a line such as `Epoch 1 |███   | step 12 of 79, loss 3.214, 00:34 left`; in a
-    log with some, see above.
+    """Iterates over the items, with lines in a log, see above, or a bar such as
+    `Epoch 1 |███   | step 12 of 79, loss 3.214, 00:34 left`.
 
     Args:
-        items: what is iterated over; None: the caller calls `update(n)`.
+        items: None if the caller calls `update(n)` instead.
         shown: on one rank alone; the others only iterate.
-        done: of `total`, before the first item.
+        done: how many of `total` are done before the first item.
         size: units in an item, if it has several.
     """
     terminal = sys.stderr.isatty()

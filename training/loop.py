@@ -98,9 +98,9 @@ def train(
 
 
 def seed_step(model: LaidOutModel, seed: int, number: int) -> None:
-    """Seeds torch's generators by the number of the step in the run. So dropout that draws (of
-    transformers, in --pipeline blocks) has different masks on every part and shard, and a resumed
-    run has the same masks again."""
+    """Seeds torch's generators by the number of the step in the run. So dropout that draws from
+    them (that of transformers, in --pipeline blocks) has different masks on every part and shard,
+    and a resumed run has the same masks again."""
     torch.manual_seed(stream(seed, "dropout", model.dp_rank, model.mask_rank, number))
 
 
@@ -125,7 +125,7 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     """Seconds that a rank waits for the others in a step, if the one before took `seconds`."""
     if args.step_timeout is not None:
         return args.step_timeout
-    if args.compile or world.device.type != "cpu":  # which may compile again
+    if args.compile or world.device.type != "cpu":  # the step may compile again
         return args.timeout
     return min(args.timeout, max(60.0, 10 * seconds))
 
@@ -137,14 +137,14 @@ def run(
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
-    # `total`: never within an epoch
+    # With `total`, never within an epoch.
     every = total if args.benchmark_only else args.eval_every or total
     optimizer = model.global_optimizer(recipe)
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
     model.check_replicas("at the start")  # after weights were loaded
-    done = optimizer.steps  # by the run that is resumed
+    done = optimizer.steps  # those of the run that is resumed
     quota = quota_note() if world.device.type == "cpu" else []
     results.begin([*setup.notes(world.device), *quota, *resume.notes], done)
 
@@ -158,11 +158,11 @@ def run(
         set_timeouts(step_timeout(args, world, seconds))
         results.add_step(epoch, optimizer, seconds)
         asked = optimizer.counts.notices > 0  # on some rank
-        # After `add_step`: metrics.jsonl has what a checkpoint has done.
+        # After `add_step`: metrics.jsonl must have every step that a checkpoint has.
         saving.after_step(epoch, totals, asked)
         if asked:
             saving.saver.wait()
-            world.gather(None)  # a rank that ends, ends the others
+            world.gather(None)  # waits for all: a rank that ends also ends the others
             raise Ended
         if timeline.recording and timeline.complete:
             timeline.save(args.workdir)  # at once: the run may be interrupted later
@@ -172,8 +172,9 @@ def run(
         note("next batch")
 
     def validate_within(steps: int) -> None:
-        """Validates within an epoch, after `steps` of its steps, but not at its end. Notice waits
-        for the next step. A checkpoint of this step precedes it: a resumed run validates, too."""
+        """Validates within an epoch, after `steps` of its steps, but not at its end. A notice
+        to end waits for the next step. If this step saves a checkpoint, it was saved before: a run
+        resumed there validates, too."""
         if 0 < steps < length:
             note("evaluation")
             set_timeouts(args.timeout)  # until after the next step
@@ -189,7 +190,7 @@ def run(
         if args.num_batches is None and done == 0 and not args.benchmark_only:
             note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
-        # An epoch's last checkpoint precedes its evaluation: a resumed run evaluates it again.
+        # An epoch's last checkpoint precedes its evaluation: a run resumed there evaluates again.
         for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
             length = min(per_epoch, total - epoch * per_epoch)  # the last one may be cut short
             if optimizer.steps % every == 0:
@@ -228,8 +229,8 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
 
 
 def _validate(results: Results, when: str) -> tuple[float, float]:
-    """The validation loss and the accuracy, see `evaluate_loss`. RunError, on all ranks, if the
-    loss is not finite, unless --on_nan skip."""
+    """The validation loss and the accuracy, see `evaluate_loss`. Raises RunError, on all ranks, if
+    the loss is not finite, unless --on_nan skip."""
     loss, accuracy = evaluate_loss(results.world, results.task, results.model)
     if not math.isfinite(loss):
         said = f"{when}: the validation loss is {loss}"

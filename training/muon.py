@@ -1,9 +1,9 @@
 """Muon: every matrix of a block moves in all its directions alike, wherever its pieces lie.
 
-Problem. A gradient's momentum M is a matrix with a few strong directions, and AdamW, which scales
-each element by itself, moves a weight along them alone: M = U S V', and S falls off quickly. Muon
-puts U V' in the place of M. For that one rank needs the whole matrix. Under ZeRO, tensor
-parallelism and experts no rank has it.
+Problem. The momentum M of a matrix has a few strong directions: in M = U S V', S falls off quickly.
+AdamW, which scales each element by itself, moves the weight along these directions alone. Muon
+replaces M by U V'. For that, one rank needs the whole matrix. Under ZeRO, tensor parallelism and
+experts no rank has it.
 
 Idea. U V' comes from products alone: divided by its norm, M has singular values up to 1, and five
 rounds of x -> a x + b (x x') x + c (x x')^2 x bring all of them near 1 (Newton-Schulz).
@@ -14,20 +14,20 @@ rounds of x -> a x + b (x x') x + c (x x')^2 x bring all of them near 1 (Newton-
     exchange   the result's pieces go to all ranks that hold these pieces of the weight
     update     on every rank:  w <- w (1 - rate * decay) - rate * 0.2 sqrt(longer side) * piece
 
-Matrices are dealt out over the ranks that have the same layers: each computes its share of the
-products, those that it holds most of. Query, key and value are three matrices side by side in one
-parameter, experts are matrices on top of each other, and each is orthogonalised by itself: a
+Matrices are dealt out over the ranks that have the same layers: each rank computes its share of
+them, preferably those that it holds most of. Query, key and value are three matrices side by side
+in one parameter, experts are matrices on top of each other, and each is orthogonalised by itself: a
 direction of all of them together means nothing. 0.2 sqrt(longer side) gives the update the size of
-AdamW's, so one learning rate and one decay serve both. Embedding, head, router, biases and norms
-are AdamW's; it runs, and weights decay, while results travel. Matrices of one size, or of its
-transpose, share batched products.
+AdamW's, so one learning rate and one decay serve both. AdamW updates the embedding, head, router,
+biases and norms; this and the decay of weights overlap with the second exchange. Matrices of the
+same size, up to transposition, share batched products.
 
-Cost. 5 (4 m m n + 2 m m m) flops for a matrix of m rows and n >= m columns, some 4 m / N of those
-of a step that sees N positions, divided by the ranks. State: one number per element, AdamW has two.
-Bytes of an exchange, G in all matrices, W ranks: a rank that holds whole copies (data parallelism)
-sends nothing to owners and gets G (W-1)/W of results, where AdamW sends nothing; under ZeRO up to
-G/W each way beside the G (W-1)/W of gathering the new weights. In the type of the products: half of
-that in bf16.
+Cost. 5 (4 m m n + 2 m m m) flops for a matrix of m rows and n >= m columns: some 4 m / N of the
+flops of a step with N positions, divided by the number of ranks. State: one number per element,
+where AdamW has two. Bytes of the exchanges, if W ranks hold G bytes of matrices: under data
+parallelism a rank sends nothing to owners and gets G (W-1)/W of results, where AdamW sends nothing;
+under ZeRO up to G/W each way, in addition to the G (W-1)/W of gathering the new weights. Numbers
+travel in the type of the products: half of that in bf16.
 
 Papers: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al.,
 "Muon is scalable for LLM training", 2025 (the size of the update, and decay).
@@ -44,17 +44,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-COEFFICIENTS = 3.4445, -4.775, 2.0315  # a, b, c: steep at 0; what they lead to is 0.7 to 1.2
+COEFFICIENTS = 3.4445, -4.775, 2.0315  # a, b, c: steep at 0; singular values become 0.7 to 1.2
 NS_ROUNDS = 5
-SMALLEST = 1e-7  # that a matrix is divided by
-IN_CACHE = 1 << 19  # elements of a batch of matrices on a processor
+SMALLEST = 1e-7  # norm that a matrix is divided by
+IN_CACHE = 1 << 19  # elements of a batch of matrices on a CPU
 MATRICES = "attn.c_attn.weight", "c_proj.weight", "c_fc.weight"  # in the blocks of a GPT-2
 
 Slices = tuple[slice, ...]
 
 
 class Matrix(NamedTuple):
-    """Which of the matrices of a parameter, and its sides."""
+    """One of the matrices of a parameter: its number, and its sides."""
 
     name: str
     number: int
@@ -73,7 +73,7 @@ class Matrix(NamedTuple):
         return m * m * (2 * n + m)
 
     def of(self, wide: Tensor) -> Tensor:
-        """This matrix, of itself with its shorter side first: a view."""
+        """A view of this matrix, from `wide`, which has its shorter side first."""
         return wide if self.rows <= self.columns else wide.mT
 
 
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> Slices:
-        """Where in the matrix."""
+        """Where it is in the matrix."""
         return slice(*self.rows), slice(*self.columns)
 
     @property
@@ -101,8 +101,8 @@ def is_matrix_of_block(name: str) -> bool:
 
 
 def pieces_of(x: Any) -> dict[Piece, Slices]:
-    """The pieces of matrices in what a rank holds of a parameter (see `Muon.arrange`), and where in
-    that each is. Experts [E, K, M] have E matrices, c_attn [C, 3C] has three."""
+    """The pieces of matrices in what a rank holds of a parameter (x, see `Muon.arrange`), and where
+    in it each is. Experts [E, K, M] have E matrices, c_attn [C, 3C] has three."""
     *stack, rows, columns = x.shape
     columns //= 3 if x.name.endswith("c_attn.weight") else 1
     if stack:
@@ -123,7 +123,7 @@ def pieces_of(x: Any) -> dict[Piece, Slices]:
 
 def orthogonalized(x: Tensor) -> Tensor:
     """Matrices [K, m, n], m <= n, with all singular values near 1, computed in their own type. They
-    share each product: a small one alone keeps no core busy."""
+    share batched products: a small matrix alone keeps no core busy."""
     a, b, c = COEFFICIENTS
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
     for _ in range(NS_ROUNDS):
@@ -134,8 +134,7 @@ def orthogonalized(x: Tensor) -> Tensor:
 
 def owners_of(pieces: Sequence[Iterable[Piece]]) -> dict[Matrix, int]:
     """The rank that computes each matrix: of those whose share of the work has room for it, the one
-    that holds most of it, and of equal ones the least busy. `pieces` are those that each rank
-    holds."""
+    that holds most of it, and among equals the least busy. `pieces`: what each rank holds."""
     elements = defaultdict[Matrix, list[int]](lambda: [0] * len(pieces))
     for rank, of_rank in enumerate(pieces):
         for piece in of_rank:
@@ -155,7 +154,7 @@ class Delivery:
 
     Args:
         messages: sender, receiver and piece; the same on all ranks.
-        like: an empty tensor of what is sent.
+        like: an empty tensor with the type and device of what is sent.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Delivery:
         self._incoming = [piece for _, receiver, piece in in_order if receiver == rank]
 
     def start(self, values: Mapping[Piece, Tensor]) -> Callable[[], dict[Piece, Tensor]]:
-        """Sends this rank's pieces; what is returned waits for those of the others."""
+        """Starts to send this rank's pieces. The returned function waits for those of others."""
         if self._ranks is None or not any(map(any, self._lengths)):
             return dict
         flat = torch.cat([self._like, *(values[piece].flatten() for piece in self._outgoing)])
@@ -186,14 +185,14 @@ class Delivery:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of blocks, AdamW for all else. `arrange` comes before the first step. A
-    matrix without a gradient counts as having zeros.
+    """Muon for the matrices of blocks, AdamW for all else. Call `arrange` before the first step. A
+    missing gradient counts as zeros.
 
     Args:
         matrices: what this rank holds of each parameter with matrices.
         others: AdamW's groups, with their options.
-        momentum: what the mean of gradients keeps in each step.
-        dtype: in which matrices are computed and sent.
+        momentum: the part of the mean of gradients that each step keeps.
+        dtype: the type in which matrices are computed and sent.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         own = {"params": matrices, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([own, *others], {"lr": lr})
-        # Of the same groups, whose rates are set here; `step` gives it the state.
+        # It has the same groups, whose rates are set here; `step` gives it the state.
         self._adamw = torch.optim.AdamW(self.param_groups[1:], lr, fused=True)
         self._dtype = dtype
         self._held: list[tuple[Any, dict[Piece, Slices]]] | None = None  # until `arrange`
@@ -219,7 +218,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One of AdamW's, which adds its own defaults to it."""
+        """Adds a group for AdamW, which fills in its own defaults."""
         super().add_param_group(param_group)
         if "_adamw" in vars(self):  # else the groups are still being made
             self._adamw.add_param_group(self.param_groups[-1])
@@ -262,7 +261,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         if self._held is None:
             raise RuntimeError("call arrange() before the first step: it deals the matrices out")
-        # Each time: `load_state_dict` makes new groups, and a new state.
+        # In every step, since `load_state_dict` makes new groups and a new state.
         self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         group = self.param_groups[0]
         directions = {p: self._direction(p, group["momentum"]) for p in group["params"]}
@@ -283,7 +282,7 @@ class Muon(torch.optim.Optimizer):
                 _at(x.tensor, place).add_(updates[piece], alpha=-group["lr"] * size)
 
     def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
-        """The mean of its gradients, as it will be after one more such gradient (Nesterov), in the
+        """The mean of p's gradients, as it would be after one more such gradient (Nesterov), in the
         type of the products."""
         if not self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -299,8 +298,8 @@ class Muon(torch.optim.Optimizer):
             for wide, (matrix, pieces) in zip(stack, matrices.items(), strict=True):
                 for piece in pieces:
                     matrix.of(wide)[piece.place] = values[piece]
-            # On a processor a batch is what its cache holds, but two at least: one alone takes up
-            # to 1.7 times as long. On a GPU a single batch is fewer launches.
+            # On a CPU a batch is as many matrices as its cache holds, but at least two: one alone
+            # takes up to 1.7 times as long. On a GPU a single batch needs fewer launches.
             batches = 1 if stack.is_cuda else min(len(stack) // 2, stack.numel() // IN_CACHE)
             for batch in stack.tensor_split(max(batches, 1)):
                 batch.copy_(orthogonalized(batch))
@@ -311,5 +310,5 @@ class Muon(torch.optim.Optimizer):
 
 
 def _at(t: Tensor, place: Slices) -> Tensor:
-    """A piece of a rectangle: a view, [rows, columns]; of several experts it is one's."""
+    """A view of a piece of a rectangle, [rows, columns]. Of several experts it is one expert's."""
     return t[place].flatten(0, -2)

@@ -11,9 +11,9 @@ bits, so all decide alike. An infinite or NaN element makes the norm infinite or
 Cost: one pass over the gradient and an all-reduce of W + 4 numbers; a second pass to clip. For
 gpt2-mini on two ranks with a core each 2 ms, 0.2% of a step, and 1 ms for clipping.
 
-Matrices decay; biases, norms and other vectors do not: to shrink a matrix lets it change direction
-sooner, to shrink a norm moves its scale from 1 for no reason. What a rank holds of a parameter has
-the parameter's name, and so its group, however it was cut.
+Matrices decay; biases, norms and other vectors do not. A matrix that shrinks changes its direction
+sooner, while the scale of a norm would leave 1 for no reason. What a rank holds of a parameter has
+the parameter's name, and so its group, however the parameter is cut.
 
 Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
 Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
@@ -40,7 +40,7 @@ from .launch.world import World
 from .muon import Muon, is_matrix_of_block
 from .tasks.task import to_device
 
-WARMUP = 20  # steps, where nobody says how many
+WARMUP = 20  # steps, by default
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 
@@ -69,13 +69,13 @@ class Recipe:
         return self.args.num_batches or self.args.n_epochs * self.steps_per_epoch
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the highest;
-        then constant, or a decay that reaches the lowest at the step after the last. (wsd is
-        constant before it decays.)"""
+        """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the peak rate;
+        then constant, or a decay that would reach the lowest rate at the step after the last.
+        (wsd is constant before it decays.)"""
         args, warmup = self.args, self.args.warmup_steps or 0
         if step < warmup:
             return args.learning_rate * (step + 1) / warmup
-        first = warmup  # of the decay
+        first = warmup  # step of the decay
         if args.lr_scheduler == "wsd":
             first = self.num_steps - decay_steps_of(args, self.steps_per_epoch)
         done = max(0.0, (step - first) / max(1, self.num_steps - first))
@@ -90,7 +90,7 @@ class Recipe:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What a gradient of this norm is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    """The factor that clips a gradient of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
@@ -118,13 +118,13 @@ class GlobalOptimizer:
         self.optimizers = list(optimizers)
         self.recipe = recipe
         self.steps = 0
-        self.in_a_row = 0  # the last ones that were not finite
+        self.in_a_row = 0  # how many of the last steps, without a gap, were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self.counts = NO_COUNTS
         self._world = world or World()
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
-        # In their order, which no groups of an optimizer change.
+        # In the order of `ours`, however an optimizer groups them.
         ours = [p for ps in self._owned for p in ps] if counted is None else counted
         self._counted = [[p for p in ours if p in owned] for owned in map(set, self._owned)]
 
@@ -146,8 +146,8 @@ class GlobalOptimizer:
             None, or why the step was skipped.
 
         Raises:
-            RunError: on all processes, if a loss or the gradient is not finite and steps are not
-                skipped, or too many were. The weights are unchanged.
+            RunError: on all processes, if a loss or the gradient is not finite and --on_nan is
+                stop, or if too many steps in a row were skipped. The weights are unchanged.
         """
         self.rate = self.recipe.learning_rate_at(self.steps)  # skipped steps have one, too
         facts = self._facts(loss, counts)
@@ -157,7 +157,7 @@ class GlobalOptimizer:
         self.counts = Counts(*others[self._world.world_size :])
         self.norm, self.loss_sum, self.loss = math.sqrt(square), sum(losses), math.nan
         if not target_tokens or not all(map(math.isfinite, (square, *losses))):
-            return self._left_out(losses)  # all ranks take the same way
+            return self._left_out(losses)  # all ranks take this branch, or none
         self.in_a_row, self.steps = 0, self.steps + 1
         self.loss = self.loss_sum / target_tokens
         if not launched:
@@ -169,7 +169,7 @@ class GlobalOptimizer:
         return {"steps": self.steps, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it. `state` may have more keys."""
+        """Restores what `state_dict` gave. `state` may have more keys."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
 
     def _facts(self, loss: Tensor, counts: Counts) -> Tensor:
@@ -179,22 +179,22 @@ class GlobalOptimizer:
         device = self._world.device
         to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
         norms = [to_facts(vector).double() for vector in self._norms()]
-        # [squared norm | a loss per rank | counts]; each rank fills in its own, the sum has all.
+        # [squared norm | a loss per rank | counts]: each rank fills in its own; the sum has all.
         facts = to_device(
             torch.tensor([0.0] * (1 + world_size) + list(counts), dtype=torch.float64), device
         )
         if norms:
             # In the order of the parameters: the sum does not depend on where stages are cut.
             facts[0] = torch.cat(norms).square().cumsum(0)[-1]
-        facts[1 + rank] = to_facts(loss)  # apart: an error names the rank
+        facts[1 + rank] = to_facts(loss)  # in its slot: an error names the rank
         self._world.sum(facts)
         return facts
 
     def _launch_update(self, facts: Tensor) -> bool:
         """On a GPU, launches the update before the host has seen the facts, so that the GPU need
-        not wait for the host: torch's fused optimizers leave everything as it is where their
-        `found_inf` is 1. Returns whether it did."""
-        # Not SGD: a first step that is left out leaves its momentum without a value.
+        not wait for the host: torch's fused optimizers leave everything as it is if their
+        `found_inf` is 1. Returns whether the update was launched."""
+        # Not SGD: if its first step is left out, its momentum has no value.
         fused = all(
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
         )
@@ -230,9 +230,9 @@ class GlobalOptimizer:
             self._update_by(i, factor)
 
     def _update_by(self, i: int, factor: float | Tensor) -> None:
-        """The same by one optimizer."""
+        """Clips and updates the parameters of one optimizer."""
         optimizer = self.optimizers[i]
-        gradients = _gradients(self._owned[i])  # also of those that other ranks count
+        gradients = _gradients(self._owned[i])  # including those that other ranks count
         if gradients and isinstance(factor, Tensor):
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         elif gradients and factor < 1:
@@ -243,7 +243,7 @@ class GlobalOptimizer:
         self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's own step. (Shards do more in theirs.)"""
+        """An optimizer's own step. (Sharded layouts do more here.)"""
         optimizer.step()
 
     def _left_out(self, losses: list[float]) -> str:
@@ -275,7 +275,7 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def decays(name: str) -> bool:
-    """Whether a parameter is a matrix, or several: no bias, and not the scale of a norm."""
+    """Whether weight decay applies: to a matrix, or several; not to a bias or a norm's scale."""
     return name.endswith("weight") and ".ln_" not in name
 
 
@@ -287,7 +287,7 @@ def is_bias_of_router(name: str) -> bool:
 def make_optimizer(
     args: Options, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """AdamW, or the optimizer that --optimizer names, of parameters with their names."""
+    """The optimizer that --optimizer names, of parameters, which come with their names."""
     named = list(parameters)  # an iterator would be used up
     if args.optimizer == "sgd":
         return torch.optim.SGD([p for _, p in named], args.learning_rate, momentum=args.momentum)
@@ -305,7 +305,7 @@ def make_optimizer(
         {"params": [p for name, p in others if decays(name)], "weight_decay": decay, **adamw},
         {"params": [p for name, p in others if not decays(name)], "weight_decay": 0.0, **adamw},
     ]
-    if biases:  # without averages AdamW goes by the sign, and stays where a gradient is 0
+    if biases:  # without averages AdamW moves by the sign of the gradient, if it is not 0
         by_sign = {"betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
         groups.append({"params": biases, "rate": args.balance_rate, **by_sign})
     if of_muon:
@@ -315,8 +315,8 @@ def make_optimizer(
 
 
 def usual_warmup(args: Options, steps_per_epoch: int) -> int:
-    """The steps of warm-up, if nobody says how many. Half of a short run: AdamW's first updates are
-    as large as its last ones, and the gradients that follow them are large (docs/log.md)."""
+    """The default steps of warm-up, at most half of a run. AdamW's first updates are as large as
+    its last ones, and the gradients that follow them are large (docs/log.md)."""
     return min(WARMUP, Recipe(args, steps_per_epoch).num_steps // 2)
 
 
@@ -326,8 +326,8 @@ def decay_steps_of(args: Options, steps_per_epoch: int) -> int:
 
 
 def check_schedule(args: Options, steps_per_epoch: int) -> None:
-    """Raises UserError if the warm-up does not end before the run does, or not before the decay of
-    `wsd` begins."""
+    """Raises UserError if the warm-up does not end before the run, or before the decay of `wsd`
+    begins."""
     steps = Recipe(args, steps_per_epoch).num_steps
     if args.warmup_steps and args.warmup_steps >= steps:
         raise UserError(

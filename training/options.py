@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 UNSET: Any = None
-VGG = "vgg16"  # of --model: the one that learns pictures
+VGG = "vgg16"  # the --model that learns pictures
 PIPELINE_MICROBATCHES = 4  # per step of a pipeline, by default
 
 
 def number_type(
     read: Callable[[str], Any], fits: Callable[[Any], bool], rule: str
 ) -> Callable[[str], Any]:
-    """Returns what makes a word a value that fits; argparse reports the error."""
+    """Returns a function that turns a word into a value that fits; argparse reports its error."""
 
     def checked(word: str) -> Any:
         with suppress(ValueError):
@@ -50,7 +50,7 @@ def spelt(name: str, value: Any) -> str:
         return f"no --{name}"
     if isinstance(value, float):
         value = f"{value:.15g}"  # 8, and not 8.0
-    if name == "schedule":  # a text is called by its first line
+    if name == "schedule":  # a schedule given as text is called by its first line
         value = str(value).partition("\n")[0].removeprefix("# ")
     text = "all" if value is None else shlex.quote(str(value))
     return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
@@ -75,7 +75,7 @@ Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "from 0 to 
 Seconds = Annotated[
     float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
 ]
-# run_pipeline.py has one more, for a device at a time.
+# run_pipeline.py has one more, sequential: one device at a time.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")
 ScheduleName = Annotated[  # a file, or a function in it, is read when the ranks are known
     str, number_type(str, lambda word: word in SCHEDULE_NAMES or "." in word,
@@ -104,8 +104,8 @@ class Training:
     """peak rate; default: 1e-3 for gpt2-mini, else 1e-4"""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """after warm-up: constant; linear or cosine decay to --min_lr; or wsd (warm-up, stable, decay):
-    constant, and in the last --decay_steps down by a root. A run that is still stable can be
-    resumed with more epochs: its length need not be known at the start"""
+    constant, then a decay by a square root in the last --decay_steps. Before the decay, a run can
+    be resumed with more epochs: its length need not be known at the start"""
     decay_steps: Count | None = None
     """the last steps of wsd, in which the rate falls; default: a fifth of the run"""
     min_lr: Coefficient = 0.0
@@ -114,20 +114,21 @@ class Training:
     """steps of linear warm-up, which allow a higher learning rate; default: 20, or half of a
     shorter run"""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (GPT-2): replaces the momentum of every matrix of a block by the nearest orthogonal
-    matrix, which moves all its directions alike; AdamW does the rest. With --check_weights prefer
-    sgd: AdamW hides gradients that are scaled by a constant"""
+    """muon (GPT-2): moves each matrix of a block by the orthogonal matrix nearest to its momentum,
+    so all its directions move equally; AdamW updates the rest. With --check_weights prefer sgd:
+    AdamW hides gradients that are scaled by a constant"""
     momentum: Fraction = UNSET
-    """the part of their mean of gradients that sgd and muon keep; default: 0.9 and 0.95"""
+    """the part of the sum (sgd) or mean (muon) of gradients that each step keeps; default: 0.9
+    for sgd, 0.95 for muon"""
     adamw_lr: Positive | None = None
-    """peak rate, under muon, of what AdamW updates: embedding, head, router, biases, norms;
+    """under muon, the peak rate of what AdamW updates: embedding, head, router, biases, norms;
     default: --learning_rate"""
     weight_decay: Coefficient = 0.01
     """each step shrinks every matrix by this times the learning rate; biases and norms never
     shrink. GPT-2's recipes have 0.1"""
     betas: Annotated[str, betas] = "0.9,0.999"
-    """the part of AdamW's means of gradients and of their squares that each step keeps; GPT-2's
-    recipes have 0.9,0.95, which forgets large gradients sooner"""
+    """the parts that each step keeps of AdamW's two means, that of gradients and that of their
+    squares; GPT-2's recipes have 0.9,0.95, which forgets large gradients sooner"""
     eps: Positive = 1e-8
     """AdamW divides by the root of the mean square, plus this"""
     max_grad_norm: Positive | None = None
@@ -144,7 +145,7 @@ class Training:
     max_batches: Whole = 0
     """at most this many steps per epoch; 0: no limit"""
     eval_every: Count | None = None
-    """measure the validation loss every N steps, too, and not only after each epoch"""
+    """measure the validation loss every N steps, not only after each epoch"""
     benchmark_only: bool = False
     """train and measure only: no validation, no generation"""
     num_microbatches: Count | None = None
@@ -152,8 +153,9 @@ class Training:
     number that needs the least padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
     """which micro-batches compute their activations again in backward, to save memory;
-    except_last: none where one is held at a time; sqrt: all, and about sqrt(L) of a stage's L
-    layers keep their inputs (under ZeRO-3 all L)"""
+    except_last: all but the last of a step (none if each ends before the next begins; under ZeRO
+    all); sqrt: all, while about sqrt(L) of a stage's L layers keep their inputs (under ZeRO-3 all
+    L)"""
 
 
 @dataclass
@@ -175,12 +177,12 @@ class Data:
     tgt: str = "en"
     """language to translate to"""
     tokenizer: str | None = None
-    """byte-level BPE: a folder (tokenizer.json; vocab.json and merges.txt) or a name on the hub,
+    """byte-level BPE: a folder (tokenizer.json, or vocab.json and merges.txt) or a name on the hub,
     e.g. gpt2; default: one is trained"""
     model_max_length: Count = 128
     """longest sequence, in tokens; longer pairs are cut"""
     documents: Literal["apart", "together"] = "apart"
-    """plain text that shares a row: apart: no document sees another; together: each sees those
+    """documents of plain text that share a row: apart: none sees another; together: each sees those
     before it, as in GPT-2"""
     padding: Literal["longest", "max_length"] = "longest"
     """pad each micro-batch to its longest sentence, or every one to --model_max_length"""
@@ -214,22 +216,23 @@ class Files:
     """folder for tokenizer, results, checkpoints and figures; results of an earlier run there are
     moved to its earlier_1, earlier_2, ..."""
     resume: bool = False
-    """continue from the newest intact checkpoint in the workdir, if there is one, with the options
-    of the saved run that are not typed"""
+    """continue from the newest intact checkpoint in the workdir, if there is one; options that you
+    do not type are those of the saved run"""
     save_every: Count | None = None
-    """save a checkpoint every N steps, besides the one at the end of each epoch, and the one on
+    """save a checkpoint every N steps, in addition to that at the end of each epoch and that on
     SIGTERM, SIGUSR1 or SIGUSR2, which end the run with status 75 (Ctrl-C saves nothing)"""
     keep: Whole = 2
     """how many of the newest checkpoints to keep (one more while training); 0: save none"""
     keep_best: bool = False
-    """also keep the checkpoint with the lowest validation loss; set --save_every as --eval_every"""
+    """also keep the checkpoint with the lowest validation loss; set --save_every to the value
+    of --eval_every"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = UNSET
-    """record N steps after the first, for plot.py timeline; default: 20 on a
-    CPU; 0 on a GPU, where recording synchronizes after every action"""
+    """record the actions of N steps after the first, for plot.py timeline; default: 20 on a CPU; 0
+    on a GPU, where recording synchronizes after every action"""
 
 
 @dataclass
@@ -246,7 +249,7 @@ class Processes:
     timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
     step_timeout: Seconds | None = None
-    """the same within a step, after the first of an epoch; default: on a CPU 60, or ten times the
+    """the same within a step, except the first of an epoch; default: on a CPU 60, or ten times the
     previous step if that is longer; on a GPU, and with --compile, the value of --timeout"""
 
 
@@ -274,9 +277,9 @@ class Tools:
     profile: Whole = 0
     """profile every operator for N steps after the first, on each rank, for ui.perfetto.dev"""
     tensorboard: bool = False
-    """write metrics.jsonl for TensorBoard, too"""
+    """write the numbers of metrics.jsonl for TensorBoard, too"""
     wandb: bool = False
-    """write metrics.jsonl for Weights & Biases, too"""
+    """send the numbers of metrics.jsonl to Weights & Biases, too"""
 
 
 @dataclass
@@ -296,16 +299,17 @@ class Axes:
     attention: Literal["ring", "heads"] = "ring"
     """ring: keys and values go from rank to rank; heads: positions are exchanged for heads"""
     experts: Count | None = None
-    """experts that replace the MLP of each block (GPT-2); default: the one MLP"""
+    """number of experts that replace the MLP of each block (GPT-2); default: no experts, one MLP"""
     top_k: Count = 2
-    """experts for each position: the most probable ones"""
+    """number of experts for each position: the most probable ones"""
     ep: Count = UNSET
     """data-parallel ranks that share the experts, each having a part; default: 1"""
     shared_experts: Whole = 0
-    """experts that see every position, besides those that are chosen"""
+    """number of experts that see every position, in addition to the chosen ones"""
     balance_by: Literal["loss", "bias"] = "loss"
-    """how experts are kept equally busy: by a loss, or without one by a bias of each expert, which
-    counts where experts are chosen, and moves after each step by how busy it was"""
+    """what keeps experts equally busy: loss: an additional loss; bias: a bias of each expert, which
+    counts only where experts are chosen, and moves after each step: down if the expert was chosen
+    more often than the mean, else up"""
     balance_coefficient: Coefficient = 0.01
     """weight of the balance loss, which is smallest if all experts are used equally; 0: none"""
     balance_rate: Positive = 0.001
@@ -313,8 +317,8 @@ class Axes:
     router_z: Coefficient = 0.0
     """weight of a loss that keeps the router's logits small, e.g. 0.001; 0: none"""
     zero: Literal[1, 2, 3] | None = None
-    """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d has
-    1 and 3; default: 3 in fsdp, elsewhere none"""
+    """ZeRO stage: 1 shards the optimizer state, 2 the gradients, too, 3 the parameters, too; 3d
+    takes 1 or 3; default: 3 in fsdp, elsewhere none"""
     shards: Count | None = None
     """data-parallel ranks that share one copy under --zero; only gradients of shards travel between
     copies, so on hosts with a slow network take the number of ranks of a host; default: all"""
@@ -349,7 +353,7 @@ class DataParallel:
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
     """how gradients are averaged: per_parameter: an all-reduce for each parameter, after backward;
     flat: one for all; overlap: one for each bucket, while backward runs (CPU ranks of one host read
-    buckets after it)"""
+    each other's buckets after it)"""
     bucket_mb: Positive | None = None
     """size of a bucket in MiB, for --gradient_sync overlap; default: 25 on a GPU, 4 on a CPU"""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"

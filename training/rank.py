@@ -4,8 +4,8 @@
     rank 0's     the data,    all ranks       the model,    the loop, outputs, curves, checks
     options      tokenized    have the same   laid out
 
-A program passes the functions that make the task and the layout, and the work, and so imports only
-what it has.
+A program passes functions that make the task and the layout and do the work. So it imports only
+what it uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rank:
     resume: Resume
 
     def train(self) -> Results:
-        """Says what will be trained, and trains it. All ranks call it together."""
+        """Prints what will be trained, and trains it. All ranks call it together."""
         args, timeline = self.setup.args, self.setup.timeline
         m = args.num_microbatches or self.model.num_microbatches
         timeline.about |= {
@@ -62,15 +62,15 @@ def run_rank(
     """One rank of a run. All ranks call it together.
 
     Args:
-        task_of: reads the data, and makes the task of them.
+        task_of: reads the data, and makes the task.
         layout_of: lays the task's model out.
-        work: what the program does with it; the layout is closed afterwards.
+        work: what the program does with the layout, which is closed afterwards.
 
     Raises:
-        UserError: the data cannot be read or are too few, or are not those that are resumed.
-        RunError: the ranks differ, or the work has raised it.
+        UserError: the data cannot be read, are too few, or are not those of the resumed run.
+        RunError: the ranks differ, or the work raises it.
     """
-    # Hosts may have different folders: what rank 0 finds in its own counts for all.
+    # Hosts may have different folders: what rank 0 finds in its folder counts for all.
     resume, of_main = world.on_main(lambda: (find_resume(args), vars(args)))
     if args.resume:
         args = replace(args, **{name: of_main[name] for name in of_main.keys() - args.typed})
@@ -80,7 +80,7 @@ def run_rank(
             fingerprints = task.fingerprints()
             check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
         resume.check_data(task.fingerprints())
-    if resume.checkpoint is None:  # else they are what they were
+    if resume.checkpoint is None:  # else they are as in the saved run
         if args.warmup_steps is None:
             args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))
         if args.lr_scheduler == "wsd":
@@ -95,7 +95,7 @@ def run_rank(
 
 
 def layout_in_words(args: Options, model: LaidOutModel) -> str:
-    """For the first line of a run."""
+    """The layout, for the first line of a run."""
     devices = args.num_devices or 0  # of stages in threads
     name = "one device" if devices and args.strategy == "none" else args.strategy
     unit = "stage" if devices and not model.ranks else "rank"

@@ -1,14 +1,14 @@
 """The output of a run: the numbers of every step, result files, and the printed table.
 
-Per epoch e a run writes into its workdir, for every rank r, or once for all ranks if they share
-models, as in a pipeline:
+Per epoch e a run writes into its workdir, for every rank r, or once for all ranks if they share a
+model, as in a pipeline:
 
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-metrics.jsonl is the record of a run, also through a resume: a line of JSON per step and per
-evaluation, written at once, so that `tail -f` follows a run. TensorBoard and Weights & Biases get
-the same numbers:
+metrics.jsonl is the record of a run, and a resumed run continues it. It gets a line of JSON per
+step and per evaluation, at once, so that `tail -f` follows a run. TensorBoard and Weights & Biases
+get the same numbers:
 
     {"epoch": 0, "step": 12, "loss": 3.1, "learning_rate": 0.001, "gradient_norm": 0.8, ...}
     {"epoch": 0, "step": 50, "validation_loss": 1.7}                             of --eval_every
@@ -70,7 +70,7 @@ from .tasks.task import Score, TrainingTask
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes the numbers of a step, or of an evaluation."""
 
-# What a run leaves in its workdir. The last shows that there was one, as does a checkpoint.
+# What a run leaves in its workdir. The last file shows that there was a run; so does a checkpoint.
 OF_A_RUN = (
     CHECKPOINTS, "*_results_epoch*.json", "*gen_epoch*.json", "timeline_rank*.json",
     "timeline_*.png", "profile_rank*.json", "report.html", OPTIONS, SUMMARY, PICTURE,
@@ -130,8 +130,8 @@ class Results:
         self.say("   ".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False)))
 
     def begin(self, notes: Sequence[str], steps_done: int = 0) -> None:
-        """Sets aside what was there, unless some of its steps are resumed; prints what will be
-        trained."""
+        """Sets aside the files of an earlier run, unless steps of it are resumed; prints what will
+        be trained."""
         args, task = self.args, self.task
 
         def write() -> Path | None:
@@ -154,7 +154,7 @@ class Results:
         self._say_row("start", "", _number(validation_loss, 3), _number(score.value, 1))
 
     def add_step(self, epoch: int, optimizer: GlobalOptimizer, seconds: float) -> None:
-        """Writes a step, done or skipped."""
+        """Writes the numbers of a step, done or skipped."""
         copies = self.world.world_size / self.model.dp_size  # ranks with the same part of a batch
         positions, tokens = optimizer.counts.positions / copies, optimizer.counts.tokens / copies
         self._write_numbers(
@@ -173,7 +173,7 @@ class Results:
         numbers = {"epoch": epoch, "step": steps, **numbers}
         if self.metrics is not None:
             self.metrics.write(numbers)
-        for sink in self.sinks:  # that were asked for
+        for sink in self.sinks:  # those that were asked for
             sink(numbers)
 
     def end_epoch(
@@ -214,8 +214,8 @@ class Results:
         self._say_speeds(epoch, totals.seconds, speeds[0])
 
     def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
-        """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
-        or, of a pipeline, one for all. Rank 0 prints them, so that none is cut in two."""
+        """Prints the lines that the course's benchmark script reads, and that a log keeps: one per
+        rank or, in a pipeline, one for all. Rank 0 prints all lines, so that none is cut in two."""
         ranks = self.world.gather((seconds, tokens_per_sec))  # collective
         if not self.args.benchmark_only and sys.stdout.isatty():
             return
@@ -251,7 +251,7 @@ class Results:
             "layout": model.description,
             "stage_sizes": list(model.stage_sizes),
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
-            "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
+            "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # of a process
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
             "step_seconds": [numbers["seconds"] for numbers in steps],
@@ -265,8 +265,8 @@ class Results:
         write_json(args.workdir / SUMMARY, self.summary)
 
     def close(self) -> None:
-        """Prints the mean time and speed of an epoch, and a few outputs; ends what was sent to
-        W&B. On rank 0 alone, inside `on_main`."""
+        """Prints the mean time and speed of an epoch, and a few outputs; ends the run at W&B.
+        On rank 0 alone, inside `on_main`."""
         if later := self.history[1:]:  # the first warms up; an earlier run may have begun it
             seconds, speeds = zip(*later, strict=True)
             means = f"{spread(seconds, 's')}, {spread(speeds, self.task.units[0])}"
@@ -281,7 +281,7 @@ class Results:
 
 
 def _number(value: float, digits: int) -> str:
-    """For the table."""
+    """A number as the table shows it."""
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
@@ -323,9 +323,9 @@ def holds_run(workdir: Path) -> bool:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves what has the name of a run's file, be it of an earlier run or a user's own, into the
-    folder earlier_1, or earlier_2, ..., of `workdir`, and returns that folder; None if there was
-    nothing. Where no run was, the options are already those of the new one."""
+    """Moves files with the names of a run's, even if they are a user's own, into the folder
+    earlier_1, or earlier_2, ..., of `workdir`. Returns that folder, or None if there were no such
+    files. Where there was no run, options.json is already the new run's, and stays."""
     new = () if holds_run(workdir) else (OPTIONS,)
     there = [path for name in OF_A_RUN if name not in new for path in workdir.glob(name)]
     if not there:
@@ -347,7 +347,7 @@ def spread(values: Sequence[float], unit: str) -> str:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak memory of this process: resident, or allocated on a GPU."""
-    if device.type == "cuda":  # torch knows no peak of Apple's
+    if device.type == "cuda":  # torch has no peak for Apple's GPUs
         return torch.accelerator.max_memory_allocated(device)
     if sys.platform == "linux":  # in a child, getrusage's peak starts at its parent's memory
         status = Path("/proc/self/status").read_text()
@@ -359,7 +359,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _sinks(args: Options, steps_done: int) -> list[Sink]:
-    """Who else gets the numbers of a run. Those of later steps than are done are removed."""
+    """Who else gets the numbers of a run. What TensorBoard has after `steps_done` is hidden."""
     sinks: list[Sink] = []
     if args.print_steps:
         sinks.append(_printed)
@@ -371,14 +371,14 @@ def _sinks(args: Options, steps_done: int) -> list[Sink]:
 
 
 class MetricsFile:
-    """metrics.jsonl, which goes on after the lines of the steps that are done. They are the only
-    record of their losses: the file is replaced by a whole one, and never cut. It is there after
-    the first step."""
+    """metrics.jsonl. It keeps the lines of the steps that are done, and new ones follow. They are
+    the only record of those losses, so a whole new file replaces the old one, which is never
+    truncated. The file exists from the first step on."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         def is_done(line: str) -> bool:
-            """The last line may be cut off. A step comes before its evaluation, which is repeated
-            after the last step that is done."""
+            """The last line may be cut off. The evaluation after the last step that is done does
+            not count, since a resumed run repeats it."""
             numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
             return numbers["step"] + ("loss" not in numbers) <= steps_done
 
@@ -399,7 +399,7 @@ def _printed(numbers: Mapping[str, Any]) -> None:
 
 
 def check_trackers(args: Options) -> None:
-    """Raises UserError if one that the options ask for is not installed, or knows nobody."""
+    """Raises UserError if a tracker that the options ask for is not installed, or has no login."""
     for name in ("tensorboard", "wandb"):
         if getattr(args, name) and importlib.util.find_spec(name) is None:
             raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
@@ -412,7 +412,7 @@ def check_trackers(args: Options) -> None:
 def _tensorboard(folder: Path, steps_done: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What is there of later steps, as of a run that was killed early, is not shown.
+    # Hides what is there of later steps, e.g. of a run that was killed.
     writer = SummaryWriter(folder, purge_step=steps_done + 1)
 
     def write(numbers: Mapping[str, Any]) -> None:
@@ -424,7 +424,7 @@ def _tensorboard(folder: Path, steps_done: int) -> Sink:
 
 
 def _wandb(args: Options) -> Sink:
-    """A run that is resumed after it was killed goes on there as the same run ("auto").
+    """A run that is resumed after it was killed continues the same run at W&B ("auto").
     WANDB_MODE=offline in the environment works without an account or a network."""
     import wandb
 

@@ -1,12 +1,12 @@
 """Saves the state of a run while it trains, and resumes it in a later run.
 
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
-and every --save_every steps. Beside weights and optimizer state it holds the number of steps done,
+and every --save_every steps. With weights and optimizer state it holds the number of steps done,
 the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The global batch,
-the learning rate and the dropout of a step are functions of the seed and the step's number; masks
-that are hashed, of seed, epoch and example.
+the learning rate and the dropout of a step are functions of the seed and the step's number; hashed
+dropout masks are functions of seed, epoch and example.
 
-A step in the middle of an epoch is resumed so:
+A run that was saved in the middle of an epoch is resumed as follows:
 
     Saving.save         writes the steps done in the run, and the epoch's `Totals` with its steps
     Saving.restore      reads weights and optimizer, `optimizer.steps`, and those totals: `before`
@@ -69,8 +69,8 @@ DECIDE = {
 }  # fmt: skip
 # And these, unless the rates of all steps that were done would have been the same.
 OF_RATES = {"learning_rate", "lr_scheduler", "warmup_steps", "decay_steps", "min_lr"}
-# A resume takes all options of a row or, if one of them was typed, none: how long the run is; in
-# which order the ranks compute it.
+# Of each of these two sets a resume takes all options or, if one of them was typed, none. They say
+# how long the run is, and how the ranks compute it.
 LENGTH = {"n_epochs", "num_batches"}
 OF_LAYOUT = {
     "world_size", *AXES, "zero", "sequence_parallel", "attention", "schedule", "chunks", "balance",
@@ -128,7 +128,7 @@ def as_it_was(args: O, *strategies: str) -> O:
     names = saved.keys() & {*option_names(*args.GROUPS)} - left
     sizes = {"n_train", "n_validation", "n_test"}
     taken: dict[str, Any] = {name: saved[name] or "all" for name in names & sizes}  # as typed
-    # Others may be unset, as the program that saved them lacks them.
+    # Others may be unset, if the program that saved them lacks them.
     taken |= {name: saved[name] for name in names - sizes if saved[name] is not None}
     return replace(args, **taken)
 
@@ -150,7 +150,7 @@ def find_resume(args: Options) -> Resume:
 
     Raises:
         UserError: all checkpoints are damaged, or the newest cannot be read now; options differ
-            from those of the run; or it has done more steps than the options ask for.
+            from those of the run; or the run has done more steps than the options ask for.
     """
     if not args.resume:
         return NO_RESUME
@@ -192,8 +192,8 @@ def find_resume(args: Options) -> Resume:
 
 
 def _alike(option: str, now: Any, was: Any) -> bool:
-    """Whether two values of an option decide alike. A folder or file may have moved, and so may its
-    path: what is in it is compared (`check_data`), and the tokenizer is the checkpoint's."""
+    """Whether two values of an option have the same effect. A folder or file may have moved, so its
+    name alone counts: `check_data` compares its content, and the tokenizer is the checkpoint's."""
     if option in ("dataset", "tokenizer") and now and was:
         return Path(now).absolute().name == Path(was).absolute().name
     return bool(now == was)
@@ -206,7 +206,7 @@ def _rates(args: Options, checkpoint: Checkpoint) -> list[float]:
 
 
 def _is_of_a_run(workdir: Path) -> bool:
-    """Whether its options.json is a run's, whole, and not a user's own file or folder."""
+    """Whether options.json is a run's, and intact, and not a user's own file or folder."""
     with suppress(UserError):
         return "strategy" in options_in(workdir, None)
     return False
@@ -214,9 +214,10 @@ def _is_of_a_run(workdir: Path) -> bool:
 
 @contextmanager
 def started(world: World, args: Options) -> Iterator[None]:
-    """Within it, before anything is saved, --resume knows the options, unless an earlier run is in
-    the workdir, which then is the one to resume. A mistake leaves nothing behind, and puts back the
-    options that were there: they are all that is left of a run without a checkpoint."""
+    """Writes options.json, so that --resume knows the options before anything is saved. (If an
+    earlier run is in the workdir, that is the one to resume, and nothing is written.) An error in
+    the `with` removes the file, or puts back the one that was there: it is all that is left of a
+    run without a checkpoint."""
     begins = world.is_main and not holds_run(args.workdir)
     path = args.workdir / OPTIONS
     if begins and path.exists() and not _is_of_a_run(args.workdir):
@@ -264,7 +265,7 @@ class Saving:
         load_training(self.saver, resume.checkpoint, self.model)
         self.saver.set_aside_after(resume.checkpoint)
         self.optimizer.load_state_dict(state)
-        self.saved = state["steps"]  # which `save` need not save again
+        self.saved = state["steps"]  # `save` need not save it again
         done, n, part = Totals(**state["totals"]), self.model.dp_size, self.model.dp_rank
         # Each part of the batch has an equal share; together they have all.
         return replace(
@@ -279,9 +280,9 @@ class Saving:
 
     @contextmanager
     def before_the_end(self) -> Iterator[None]:
-        """Where a run ends early, waits for the checkpoint that is being written; where it ends on
-        notice, says how to go on. Each rank of rank 0's host leaves word in the workdir, since the
-        first that ends may end the others."""
+        """If the run ends early, waits for the checkpoint that is being written. If it ends on
+        notice, says how to go on; each rank of rank 0's host also marks the workdir (`ENDED`),
+        since the first that ends may end the others."""
         try:
             yield
         except RunError as error:  # the weights of the step before may be the last good ones

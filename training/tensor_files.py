@@ -3,7 +3,8 @@
 The library wants to know which rectangles of which tensors a rank holds (a save plan), and where
 they are in memory. It decides which of several ranks writes a rectangle that all of them hold.
 
-training/checkpoint.py imports this module where it writes or reads: the library takes a second.
+training/checkpoint.py imports this module only where it writes or reads, since importing the
+library takes a second.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from .layouts.layout import Held
 
 
 class RectanglesPlanner(DefaultSavePlanner):
-    """What this rank holds, the largest rectangle first: of the ranks that hold the same one the
-    library picks that with the least to write so far, and this order keeps it balanced."""
+    """A plan to save what this rank holds, the largest rectangle first. Of the ranks that hold the
+    same rectangle, the library picks the one with the least to write so far: in this order the
+    ranks are balanced."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -63,7 +65,7 @@ def write(folder: Path, held: Iterable[Held], world: World) -> None:
     options = {"process_group": world.group, "no_dist": alone}
     writer.write_data = world.last.during("checkpoint")(writer.write_data)
     try:
-        with world.last.waiting():  # but while it writes
+        with world.last.waiting():  # except while it writes
             save({}, storage_writer=writer, planner=planner, **options)
     except CheckpointException as raised:
         raise next(iter(raised.failures.values()))[0] from None

@@ -1,4 +1,4 @@
-"""Records which rank did what when in a run.
+"""Records what each rank did in a run, and when.
 
 A profiler sees thousands of operators and slows the run down. For a parallel run less is enough:
 which rank computed, sent or waited for which micro-batch, and what happened at the same time. So
@@ -20,7 +20,7 @@ run later than they are launched, so a caller synchronizes before it reads the c
 the timeline is `recording`.
 
 A timeline shows a rank's actions; `--profile` shows their operators and kernels, by
-`torch.profiler`, within ranges that are named as the actions (forward 2 of stage 1).
+`torch.profiler`, within ranges that are named after the actions (forward 2 of stage 1).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from training.files import write_text
 
 from .launch.world import World
 
-ROUNDS = 20  # in which ranks compare their clocks
+ROUNDS = 20  # rounds in which ranks compare their clocks
 COMPUTE, COMMUNICATION = "compute", "communication"
 EVENT_KINDS = {  # kind: its name, and its lane
     "F": ("forward", COMPUTE),
@@ -82,14 +82,14 @@ class Timeline:
     seconds of `time.perf_counter`, from any thread.
 
     Args:
-        world: who this is; its device, for whose kernels `span` waits; and its last action, which
-            is noted as it begins, also while nothing is recorded.
+        world: this rank; its device, for whose kernels `span` waits; and its last action, which is
+            noted when it begins, even while nothing is recorded.
         num_steps: how many steps are recorded; None: all, and what comes before them.
         workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         about: facts for a picture: strategy, schedule, num_microbatches ...
         offset: seconds from this rank's clock to rank 0's (`clock_offset`).
 
-    `recording` says whether an event would be kept now; callers need not time anything else.
+    `recording` says whether an event would be kept now; callers need not time anything otherwise.
     """
 
     world: World = field(default_factory=World)
@@ -128,13 +128,13 @@ class Timeline:
         return self._begun == self.num_steps
 
     def begin_step(self) -> None:
-        """A step begins; they are numbered on over all epochs."""
+        """A step begins. The numbers of steps go on over all epochs."""
         self.recording = self.num_steps is None or self._begun < self.num_steps
         if self.recording:
             self._step, self._begun = self._begun, self._begun + 1
 
     def end_step(self) -> None:
-        """It has ended. What follows, such as an evaluation, is not recorded."""
+        """The step has ended. What follows, such as an evaluation, is not recorded."""
         self.recording = False
         if self.profiler is not None:
             self.profiler.step()
@@ -174,11 +174,11 @@ OFF = Timeline(num_steps=0)  # records nothing
 def clock_offset(world: World) -> float:
     """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
 
-    They sum again and again, and read their clocks after each round. No rank has a sum before all
-    have come to it. So rank 0 leaves it later than this rank has left the round before, and
-    earlier than this rank leaves the next one. Of 20 rounds the one is used in which these two are
-    closest. An offset below that distance, which is the error at most, counts as 0, as on one
-    machine.
+    Each round is an all-reduce, after which the ranks read their clocks. No rank leaves a round
+    before all have entered it. So rank 0 leaves a round later than this rank has left the round
+    before, and earlier than this rank leaves the next one. Of 20 rounds the one is used in which
+    these two times are closest. Their distance is the largest possible error. A smaller offset
+    counts as 0, as on one machine.
     """
     clocks = []
     for _ in range(ROUNDS):
@@ -192,8 +192,8 @@ def clock_offset(world: World) -> float:
 
 @contextmanager
 def profiled(timeline: Timeline, num_steps: int, workdir: Path) -> Iterator[None]:
-    """Within it the first step warms up, and then `num_steps` or the rest of the run are profiled,
-    and written to profile_rank{r}.json for https://ui.perfetto.dev. Work between two steps, such as
+    """Within it the first step warms up. Then `num_steps`, or the rest of the run, are profiled and
+    written to profile_rank{r}.json for https://ui.perfetto.dev. Work between two steps, such as
     an evaluation, is included; these steps take longer. With 0 nothing is profiled."""
     if not num_steps:
         yield
@@ -207,6 +207,6 @@ def profiled(timeline: Timeline, num_steps: int, workdir: Path) -> Iterator[None
     ) as profiler:
         timeline.range = torch.profiler.record_function
         timeline.profiler = profiler
-        # Never freed: torch 2.13 crashes where a trace is, whenever that is (libkineto).
+        # Never freed: torch 2.13 (libkineto) crashes when a trace is freed, even much later.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(profiler))
         yield

@@ -36,11 +36,11 @@ def load_trained(
     model was trained on, which is `tokenizer.model_max_length`.
 
     Raises:
-        UserError: there is no such thing, or it is damaged.
+        UserError: there is no such model, or it is damaged.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one for the weights, before each answer
+    disable_progress_bar()  # else a bar for the weights precedes each answer
     folder = Path(name)
     one = (folder / METADATA).is_file()
     checkpoint, refused = (open_checkpoint(folder), []) if one else newest(folder / CHECKPOINTS)
@@ -49,7 +49,7 @@ def load_trained(
     model, tokenizer = _of_checkpoint(checkpoint) if checkpoint else _of_transformers(name)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.config.update({"use_cache": True, **special})
-    # A pipeline of transformers draws, unless it is told not to.
+    # A pipeline of transformers samples, unless it is told not to.
     settings = {"max_length": tokenizer.model_max_length, "do_sample": False, **special}
     model.generation_config.update(**settings)
     return model.to(device).eval().requires_grad_(False), tokenizer
@@ -100,7 +100,7 @@ def source_end(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
 def export(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes what `load_trained` returns into a new folder, for `from_pretrained`. It gets its name
-    when it is whole.
+    when it is complete.
 
     Raises:
         UserError: something is in the folder.

@@ -21,7 +21,7 @@ from .launch.signals import ENDING_SIGNALS, end_process, handlers
 @contextmanager
 def alone_in_workdir(args: Options) -> Iterator[None]:
     """Makes the workdir; within it no other run may write there, and a signal that ends the program
-    says what is saved. Under torchrun rank 0 sees to it for all ranks, which wait for it to meet.
+    says what is saved. Under torchrun rank 0 locks the folder for all ranks, which wait to meet it.
 
     Raises:
         UserError: the folder cannot be made, or another run writes there.
@@ -31,8 +31,8 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
         saved = names(args.workdir / CHECKPOINTS)
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
         end_process(
-            number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves a "
-            "step that is being done, and --save_every N every N steps.)\n",
+            number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the "
+            "current step, and --save_every N every N steps.)\n",
         )  # fmt: skip
 
     folder = _opened(args.workdir)

@@ -2,6 +2,6 @@
 
 import os
 
-# Figures are files. The environment may name a backend that this Python lacks: a notebook hands its
-# own on to what it starts.
+# Figures are written to files. The environment may name a backend that this Python lacks: a
+# notebook passes its own on to the programs that it starts.
 os.environ["MPLBACKEND"] = "agg"

@@ -1,13 +1,13 @@
 """A recorded step beside its prediction: the schedule that the run followed, simulated.
 
 The prediction takes the seconds of every action from the planner, or else from the run itself: the
-median of each kind and stage. So a difference is either the planner's error, or what one step, or
-one replica, had more than others. A gap between a worker's actions has the cause of the predicted
-gap in its place. If there is none it was `not predicted`: the machine, other programs, uneven
-batches.
+median of each kind and stage. So a difference is either the planner's error, or the time by which
+this step, or one replica, was slower than others. A gap between a worker's actions has the cause of
+the gap that is predicted before the same action. If none is predicted, it is `not predicted`: the
+machine, other programs, uneven batches.
 
 The ideal is the same schedule without messages, each action as long as the mean of its kind. Its
-idle time is the schedule's own; any more comes from the cut, the batches and the machine.
+idle time is the schedule's own; further idle time comes from the cut, the batches and the machine.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ActionTimes = dict[Action, tuple[float, float]]
 
 
 def micro_batches(workers: Workers) -> int:
-    """How many a step has."""
+    """How many micro-batches a step has."""
     return len({e.microbatch for events in workers.values() for e in events if e.kind == "F"})
 
 
 def action_of(event: Event, num_stages: int) -> Action | None:
-    """Of which action an event is a part: a layer's event, without stages, of its one stage's. None
-    of recomputation, messages, updates."""
+    """The action that an event is a part of; None for recomputation, messages and updates. Without
+    stages, the events of layers are parts of the actions of stage 0."""
     if event.kind not in ("F", "B", "I", "W"):
         return None
     stage = event.stage if num_stages > 1 else 0
@@ -57,7 +57,7 @@ def action_of(event: Event, num_stages: int) -> Action | None:
 
 
 def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
-    """The actions of a step, per worker. Without stages, a layer's events are parts of one."""
+    """The actions of a step, per worker. An action lasts from its first event to its last."""
     rows = []
     for events in workers.values():
         row: ActionTimes = {}
@@ -70,10 +70,11 @@ def rows_of(workers: Workers, num_stages: int) -> list[ActionTimes]:
 
 
 def measured_work(ranks: Sequence[int], rank_of: Sequence[int], steps: Iterable[Workers]) -> Work:
-    """The medians of some recorded steps. `ranks`: of the stages; `rank_of`: of the workers.
+    """The medians of some recorded steps. `ranks` has the rank of each stage, `rank_of` that of
+    each worker.
 
-    Recomputation is what is outside its backward. The gradients' exchange lasts from the last
-    action of any worker to the first update.
+    Recomputation counts as far as it is outside a backward. The gradients' exchange lasts from the
+    last action of any worker to the first update.
     """
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     again: defaultdict[int, list[float]] = defaultdict(list)  # by rank
@@ -131,9 +132,9 @@ def messages(
 class Compared:
     """A recorded step and its prediction; times are in seconds from the first action.
 
-    `rank_of`: per worker its rank in the pipeline; several workers, replicas or parts of a matrix,
-    may have the same. Without stages, a rank's micro-batches are a pipeline of one. `work`: the
-    medians of the run.
+    `rank_of` has each worker's rank in the pipeline. Workers that are replicas, or hold parts of
+    the same matrices, have the same one. Without stages, a rank is a pipeline of one stage. `work`
+    has the medians of the run.
     """
 
     step: int
@@ -175,16 +176,16 @@ class Compared:
 
     @property
     def bubble(self) -> float:
-        """The share of the span in which a worker is idle: it has no action."""
+        """The share of the span in which a worker runs no action, on average."""
         return fmean(bubbles(self.events).values())
 
     @cached_property
     def waits(self) -> dict[str, list[Gap]]:
-        """Per worker, every gap of the span, with what the predicted one before the same action
-        waits for. Its causes are that one's, as long as that one; the rest was not predicted."""
+        """Per worker, every gap of the span. What it waits for and its causes are those of the
+        predicted gap before the same action; time beyond the predicted gap was not predicted."""
         predicted = {}
         for gap in self.predicted.gaps:
-            if EXCHANGE not in gap.causes:  # that comes after the span
+            if EXCHANGE not in gap.causes:  # the exchange comes after the span
                 predicted[gap.rank, gap.before] = gap
         actions, gaps_of = actions_of(self.events), {}
         begin = min(e.start for events in actions.values() for e in events)
@@ -196,7 +197,7 @@ class Compared:
             busy.sort(key=lambda each: each[:2])
             for k, (start, end, _) in enumerate(busy):
                 if start > free:
-                    # What is computed again is for the action after it.
+                    # A gap before a recomputation is before the action that needs it.
                     before = next((action for *_, action in busy[k:] if action), None)
                     like = predicted.get((r, before), Gap(r, 0.0, 0.0, before, None, {}))
                     length = sum(like.causes.values()) or 1.0
@@ -209,7 +210,7 @@ class Compared:
 
     @property
     def idle(self) -> dict[str, dict[str, float]]:
-        """Per worker, its idle seconds by each cause that occurs; in all those of `bubble`."""
+        """Per worker, its idle seconds by each cause that occurs; their sum is that of `bubble`."""
         causes = dict.fromkeys(
             cause for gaps in self.waits.values() for gap in gaps for cause in gap.causes
         )
@@ -220,8 +221,8 @@ class Compared:
 
 
 def compare_step(run: Run, work: Work | None = None, step: int | None = None) -> Compared:
-    """A recorded step, by default the one nearest to the median of all of the run, beside its
-    prediction: from `work`, or from the medians of all recorded steps.
+    """A recorded step beside its prediction from `work`, or from the medians of all recorded steps.
+    By default it is the recorded step nearest to the median of all steps of the run.
 
     Raises:
         UserError: the step was not recorded, or there is none in which all workers had work.
@@ -230,7 +231,7 @@ def compare_step(run: Run, work: Work | None = None, step: int | None = None) ->
     steps = {k: in_step(workers, k) for k in steps_of(workers)}
     steps = {k: rows for k, rows in steps.items() if all(actions_of(rows).values())}
     if not steps:
-        raise UserError("in no recorded step all workers had work; record more, with --timeline")
+        raise UserError("in no recorded step did all workers work; record more, with --timeline")
     if step is None:
         seconds = {k: duration(rows) for k, rows in steps.items()}
         finished = "step_seconds" in run.summary

@@ -20,7 +20,7 @@ PANELS = {  # results of an epoch
     "training_loss": LOSS, "validation_loss": "validation loss",
     "bleu": "BLEU", "accuracy": "accuracy", "perplexity": "perplexity",
 }  # fmt: skip
-Curves = Mapping[str, Mapping[Any, float]]  # by run, the values by their number
+Curves = Mapping[str, Mapping[Any, float]]  # by run, its values by epoch or step
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_epochs(workdir: Path, *prefixes: str) -> list[dict[str, float]]:
-    """The results of all epochs in the files of these names, in order, each with its number, from
-    1, as `epoch`. Raises UserError if there are none, or one cannot be read."""
+    """The results of all epochs, in order, from the files whose names have these prefixes. `epoch`
+    is the number of each, from 1. Raises UserError if there are none, or one cannot be read."""
     paths = [path for prefix in prefixes for path in workdir.glob(f"{prefix}_epoch*.json")]
     numbers = {int(path.stem.rpartition("epoch")[2]) + 1: path for path in paths}
     if not numbers:
@@ -51,8 +51,8 @@ def read_epochs(workdir: Path, *prefixes: str) -> list[dict[str, float]]:
 
 
 def within_epochs(workdir: Path) -> dict[float, float]:
-    """The validation loss that --eval_every has measured, by the epochs done, as 0.5. An epoch has
-    as many steps as the first; the last may not have ended."""
+    """The validation losses that --eval_every has measured, by the number of epochs done, such as
+    0.5. An epoch has as many steps as the first, since the last may not have ended."""
     lines = evaluations(workdir)
     length = next((x["step"] for x in lines if "training_loss" in x), None)
     within = {x["step"]: x["validation_loss"] for x in lines if "training_loss" not in x}
@@ -90,7 +90,7 @@ def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
         if key == "validation_loss":
             curves = {run: within_epochs(Path(run)) | curve for run, curve in curves.items()}
         values = [value for curve in curves.values() for value in curve.values()]
-        # --benchmark_only validates nothing; only one of the scores is there.
+        # --benchmark_only validates nothing; a run has only one of the scores.
         if heading == LOSS or any(map(math.isfinite, values)):
             panels[heading] = curves
     name = [*runs][-1]

@@ -19,7 +19,7 @@ from .compared import Compared
 from .runs import ACTIONS, Workers, bubbles, duration
 from .style import COLOURS, FAINT, legend, picture
 
-CHARACTERS = 1000  # of one point beside each other, over the width of a picture
+CHARACTERS = 1000  # that fit side by side into a picture, if their size is one point
 MEANING = (
     "F0 forward; B0 backward, or its halves: I0, gradient of the input, and W0, gradients of the "
     "weights; 0: the micro-batch; a, b: the rank's chunks; . idle"
@@ -29,10 +29,10 @@ MEANING = (
 def plot_schedule(
     name: str, num_ranks: int | None, num_microbatches: int | None, chunks: int | None, path: Path
 ) -> Path:
-    """Prints the clock table of a schedule and draws it. The numbers: see `sizes_of`.
+    """Prints the clock table of a schedule and draws it. `sizes_of` chooses numbers that are None.
 
     Raises:
-        UserError: the schedule has a different number of chunks, or is none.
+        UserError: there is no such schedule, or it has a different number of chunks.
     """
     try:
         num_ranks, num_microbatches = sizes_of(name, num_ranks, num_microbatches)
@@ -56,7 +56,7 @@ def draw_step(path: Path, step: Compared, below: str, foot: str = "") -> Path:
     title = f"step {step.step + 1}: measured {1e3 * step.measured:.1f} ms, {step.bubble:.1%} idle"
     if below == "predicted" or len(step.ranks) > 1:  # without stages, the ideal is just the mean
         rows = events_of(simulated)
-        same = len(rows) == len(step.events)  # else a row is of several replicas
+        same = len(rows) == len(step.events)  # else a simulated row is that of several replicas
         panels[below] = dict(zip(step.events, rows.values(), strict=True)) if same else rows
         title += f"; {below} {1e3 * simulated.seconds:.1f} ms, {simulated.bubble:.1%} idle"
     foot = "; ".join(filter(None, [foot, "idle: of the time from the first action to the last"]))
@@ -91,8 +91,8 @@ def draw_gantt(
     foot: str,
     unit: str = "s",
 ) -> Path:
-    """Draws panels by their headings, one below the other, on one scale, with a row per worker.
-    `ranks`: of the stages of the schedule."""
+    """Draws panels one below the other, each under its heading, on one time scale, with a row per
+    worker. `ranks` has the rank of each stage of the schedule."""
     total = max(map(duration, panels.values())) or 1.0
     heights = [0.65 * len(workers) + 0.4 for workers in panels.values()]
     grid = {"nrows": len(panels), "height_ratios": heights, "sharex": True}
@@ -118,9 +118,9 @@ def draw_gantt(
 def draw_row(
     ax: Axes, y: float, events: Sequence[Event], total: float, ranks: Sequence[int]
 ) -> None:
-    """Draws a box per event, and recomputation over the backward that it is a part of. An action
-    has the number of its micro-batch, with the letter of its chunk if there are several, unless it
-    is so short that nobody could read it; of an action's layers, one has it. Messages are
+    """Draws a box per event, and recomputation over the backward that it is a part of. The label of
+    an action is the number of its micro-batch, with the letter of its chunk if there are several.
+    Boxes too short to read it have none; of the layers of an action, one has it. Messages are
     thinner, at the foot of the row."""
     labelled = set()
     for event in sorted(events, key=lambda e: (e.lane == COMMUNICATION, e.kind == "R")):

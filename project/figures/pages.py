@@ -1,9 +1,9 @@
 """Pages in HTML: the templates and scripts of project/page/.
 
-A step that a reader takes apart is of a run, or of none. Its schedules are the catalogue's lists,
-for several numbers of ranks and micro-batches: a character per action, since the micro-batches of a
-stage come in order. So JavaScript builds no schedule; it times and checks lists, which tests
-compare with Python.
+A step that a reader takes apart is that of a run, or of none. Its schedules are the catalogue's
+lists, for several numbers of ranks and micro-batches: a character per action, since the
+micro-batches of a stage come in order. So the JavaScript builds no schedule. It times and checks
+lists; tests compare its results with Python's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GRID = {"ranks": [*range(2, 9)], "microbatches": [*range(1, 9), 10, 12, 16], "ch
 
 
 def fill_template(template: Path, **content: Any) -> str:
-    """The text of a template, which may extend and include those of page/. Raises UserError."""
+    """The page that a template makes, which may extend and include the templates of page/. Raises
+    UserError if the template is faulty."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -50,8 +51,8 @@ def fill_template(template: Path, **content: Any) -> str:
 
 
 def letters(schedule: Schedule) -> str:
-    """The lists as page/textbook.js reads them: a word per rank, a character per action, by its
-    kind and by the place of its stage among the rank's own."""
+    """The lists as page/textbook.js reads them: a word per rank, a character per action. It stands
+    for the action's kind, and for the place of its stage among the rank's stages."""
     ranks = stage_ranks(schedule)
     words = []
     for r, actions in enumerate(schedule):

@@ -42,7 +42,7 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Its summary.json or, if it did not finish, options.json: the options are in both. Raises
-        UserError if there is no such folder, or they cannot be read."""
+        UserError if there is no such folder, or a file cannot be read."""
         if not self.folder.is_dir():
             raise UserError(f"{self.folder}: there is no such folder; name the --workdir of a run")
         return read_json(self.folder / SUMMARY) or read_json(self.folder / OPTIONS)
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Ranks, or stages in threads, on each axis."""
+        """The number of ranks, or of stages in threads, on each axis."""
         if stages := self.summary.get("num_devices"):
             return sizes(pp=stages)
         return ranks_of(self.summary)
@@ -107,8 +107,8 @@ class Run:
         return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
 
     def speed_in(self, metric: str) -> tuple[float, float]:
-        """`throughput`: examples per second over all steps but the first, and the deviation of a
-        step. Others: `over_epochs`. Raises UserError if the run has not finished."""
+        """For `throughput`, examples per second over all steps but the first, and their standard
+        deviation over steps; else `over_epochs`. Raises UserError if the run has not finished."""
         if metric != "throughput":
             return self.over_epochs(metric)
         size, seconds = self.finished["batch_size"], self.finished["step_seconds"]
@@ -121,7 +121,7 @@ class Run:
 
 
 def steps_of(workers: Workers) -> list[int]:
-    """The recorded steps but the first, which is slower; the first, if it is the only one."""
+    """The recorded steps without the first, which is slower; if it is the only one, the first."""
     steps = sorted({event.step for events in workers.values() for event in events})
     return steps[1:] or steps
 
@@ -167,8 +167,8 @@ def bubbles(workers: Workers) -> dict[str, float]:
 def shares(workers: Workers) -> dict[str, float]:
     """Seconds of one step by category, the mean over the workers; they add up to its duration.
 
-    If two things happen at once, the earlier category counts, so `communication` is the part that
-    no computation hides.
+    If two things happen at once, the one whose category is listed first counts, so `communication`
+    is the part that no computation hides.
     """
     kinds = {"recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"]}
     total, rows = duration(workers), []

@@ -1,8 +1,8 @@
 """How every figure looks, and how numbers read.
 
 A figure's title states the finding, the line at its foot what was measured. The colours are from
-Okabe and Ito (2008): they can be told apart with any kind of colour vision. Without pyplot there is
-no shared state, and no display is needed.
+Okabe and Ito (2008): they can be told apart with any kind of colour vision. pyplot is not used: so
+figures share no state, and need no display.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ COLOURS = {  # by kind, in the order of the legend
 }  # fmt: skip
 STYLE = {
     "font.size": 12, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
-    "xtick.major.size": 0, "ytick.major.size": 0,  # in SVG, marks would have names
+    "xtick.major.size": 0, "ytick.major.size": 0,  # in SVG, tick marks would have ids
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": FAINT, "axes.axisbelow": True,
     "legend.frameon": False, "savefig.dpi": 150,
-    "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],  # letters are no paths
+    "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],  # text stays text
 }  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def readable(value: float) -> str:
 
 
 def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
-    """A mean with as many digits as its standard deviation, which has one, or whole ones: 8.80 ±
-    0.04, 5,748 ± 133. Without a deviation `readable`."""
+    """A mean and its standard deviation, to the first digit of the deviation, or to whole numbers
+    if that is above 1: 8.80 ± 0.04, 5,748 ± 133. Without a deviation as `readable`."""
     if not std:
         return readable(mean)
     digits = min(4, max(0, -math.floor(math.log10(std))))

@@ -1,7 +1,7 @@
-// A step to take apart: choose a schedule and see its step; move an action to another place of its
-// list and read what that breaks or costs. It starts as the reader likes, as a puzzle, or in a report
-// as a run did. simulate.js times and validates the lists, textbook.js has formulas and puzzles.
-// Settings and start are in the page's URL.
+// A step to take apart: choose a schedule and see its step; move an action to another place in its
+// list and read what that breaks or costs. The page starts with a schedule, with a puzzle or, in a
+// report, with the step of a run. simulate.js times and validates the lists, textbook.js has formulas
+// and puzzles. Settings and start are in the page's URL.
 "use strict";
 
 const CAUSES = { fill: "the order of the lists", imbalance: "a slower rank", transfer: "messages on their way" };
@@ -14,11 +14,11 @@ const UNIT = runs.length ? " ms" : "";
 let settings = { ...FREE };
 let lists = []; // what is shown: per rank its actions
 let undone = []; // earlier lists, the newest last
-let redone = []; // later ones, that were taken back
+let redone = []; // lists that were undone
 let selected = null; // [rank, number] of an action
 let current = null; // the step of these lists
 let before = null; // the step before the last change
-let carried = ""; // the action that was changed last: to move it on is the same change
+let carried = ""; // the action that was moved last: moving it further is the same change
 
 const number = (value) => String(Number(value.toFixed(2)));
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
@@ -30,7 +30,7 @@ const usual = (wanted) => ({ ...FREE, ...startNamed(wanted), start: startNamed(w
 const puzzle = () => startNamed(settings.start);
 const ranksOf = (chosen) => placed(chosen.ranks, chunksOf(chosen), vShaped.includes(chosen.schedule));
 const titleOf = (action) => titled(action, ranksOf(settings));
-// The validator's sentence in the words of the lanes, where a rank has several stages.
+// The validator's sentence; where a rank has several stages, with the names that the lanes use.
 const onLanes = (sentence) => chunksOf(settings) === 1 ? sentence
   : sentence.replace(/stage (\d+): ([FBIW])(\d+)/g, (_, s, kind, i) => `rank ${ranksOf(settings)[s]}: ${titleOf([kind, Number(s), i])}`)
     .replace(/([FBIW])(\d+) on stage (\d+)/g, (_, kind, i, s) => `${titleOf([kind, Number(s), i])} on rank ${ranksOf(settings)[s]}`)
@@ -45,11 +45,11 @@ function startOf(chosen) {
   return start;
 }
 
-// Whether the lists are not those of the catalogue, or those with which a puzzle begins.
+// Whether the lists differ from those at the beginning: the catalogue's, or a puzzle's.
 const isChanged = (beginning) => JSON.stringify(lists) !== JSON.stringify(startOf(beginning));
 
-// What simulate() takes. The times are those of a rank: each of its chunks takes its part of them. With
-// a run they are factors of what it measured, of which a batch is cut into more or fewer micro-batches.
+// The work that simulate() takes. The settings are times of a rank, which its chunks share. With a run
+// they are factors of its measured times, which change with the number of micro-batches of a batch.
 function workOf(chosen) {
   const { ranks, last, message } = chosen;
   const run = runs.find(({ name }) => name === chosen.start);
@@ -62,14 +62,14 @@ function workOf(chosen) {
   return { seconds, recompute, transfer: message * (run?.messages ?? 1), exchange: 0, update: 0 };
 }
 
-// The validator reads the stages off the lists. This says, in its words, which of them is gone whole.
+// The validator takes the stages from the lists. This names, in its words, a stage that is wholly gone.
 function missing(chosen, shown) {
   const left = new Set(shown.flat().map(([, stage]) => stage));
   const first = startOf(chosen).flat().find(([, stage]) => !left.has(stage));
   return first ? `stage ${first[1]}: ${first[0]}${first[2]} is there 0 times, not 1` : "";
 }
 
-// Everything that is shown of some lists. What breaks them is the validator's sentence, or empty.
+// Everything that is shown of some lists. `broken` is the validator's sentence, or empty.
 function stepOf(chosen, shown) {
   const work = workOf(chosen);
   const step = simulate(shown, work);
@@ -92,7 +92,7 @@ function draw(step) {
   });
   const total = Math.max(...rows.flat().map(({ end }) => end), 0) || 1; // also if all actions are gone
   const shortest = Math.max(Math.min(...rows.flat().map(({ start, end }) => end - start)), runs.length ? total / 100 : 0);
-  const first = lists.findIndex((row) => row.length); // its first action is where the tabulator stops
+  const first = lists.findIndex((row) => row.length); // the Tab key stops at its first action
   const most = Math.max(1, ...step.held, puzzle()?.held ?? 0);
   const place = ({ start, end }) => `left:${100 * start / total}%;width:${100 * (end - start) / total}%`;
   const gapAt = (gap) => {
@@ -100,7 +100,7 @@ function draw(step) {
     return `<button type="button" class="gap" tabindex="-1" style="${place(gap)}" title="${inWords(gap)}" aria-label="${inWords(gap)}">${parts.join("")}</button>`;
   };
   const letters = Math.max(1, ...lists.flat().map((action) => titleOf(action).length));
-  lanes.style.minWidth = `${5.5 + total / shortest * (0.6 + 0.4 * letters)}rem`; // all can be read
+  lanes.style.minWidth = `${5.5 + total / shortest * (0.6 + 0.4 * letters)}rem`; // every label can be read
   lanes.innerHTML = rows.map((row, rank) => {
     const busy = row.reduce((sum, { start, end, again, never }) => sum + (never ? 0 : end - start + again), 0);
     const actions = row.map((timed, k) => {
@@ -147,7 +147,7 @@ function ticks(total) {
     `<small class="end">${number(total)}</small>`;
 }
 
-// How long a step takes, and how idle ranks are, where it can run.
+// How long a step takes, and how idle ranks are, if it can run.
 const lasts = (step) => (step.deadlock ? "for ever" : step.broken ? "the lists are wrong" : inTime(step.seconds));
 const idles = (step) => (step.broken ? "" : percent(step.bubble));
 
@@ -161,7 +161,7 @@ function inWords({ rank, start, end, before: next, waitsFor, causes }) {
 // What the last change has broken, or cost.
 function effect(step) {
   if (step.broken) return `This cannot run. <q id="broken">${onLanes(step.broken)}</q>`;
-  if (!before) return "Drag an action to another place of its list, or choose one and use the buttons below.";
+  if (!before) return "Drag an action to another place in its list, or choose one and use the buttons below.";
   if (before.broken) return `It runs again: a step takes ${inTime(step.seconds)}.`;
   const longer = step.seconds - before.seconds;
   const time = Math.abs(longer) < 1e-9 ? `The step takes ${inTime(step.seconds)}, as before`
@@ -170,7 +170,7 @@ function effect(step) {
   return `${[time, ...held].join("; ")}.`;
 }
 
-// The step beside the textbook, which knows no run: rows of a table, and when the formula holds.
+// The step beside the textbook: rows of a table, and when the formulas hold. Not for runs.
 function beside(step) {
   if (runs.length) return;
   const { schedule, ranks, m } = settings;
@@ -185,8 +185,8 @@ function beside(step) {
   const alike = holds && settings.message === 0 && settings.last === 1;
   const changed = isChanged({ ...settings, alone: false, split: false });
   document.querySelector("#textbook tbody").innerHTML = rows.join("");
-  document.querySelector("#when").textContent = !when ? "" : `The formulas are of ${schedule} and hold if ${when}. ` +
-    (changed ? "Here the lists are others." : alike ? "Here that is so." : "Here that is not so.");
+  document.querySelector("#when").textContent = !when ? "" : `The formulas are those of ${schedule}, and hold if ${when}. ` +
+    (changed ? "Here the lists are different." : alike ? "Here that is so." : "Here that is not so.");
 }
 
 // Every schedule of the catalogue with the same ranks, micro-batches and times.
@@ -202,7 +202,7 @@ function compare() {
   document.querySelector("#all tbody").innerHTML = rows.join("");
 }
 
-// What is said of a run; the goals of a puzzle, and whether they are reached.
+// The text on a run; or that of a puzzle, its goals, and whether they are reached.
 function judge(step) {
   const goal = puzzle();
   document.querySelector("#puzzle").hidden = !goal;
@@ -247,7 +247,7 @@ function show(note = "") {
   current = step;
 }
 
-// Settings that are not the usual ones of their start, and the start, as a part of the page's URL.
+// The start, and the settings that differ from its usual ones, as a part of the page's URL.
 function urlOf(chosen) {
   const before = { ...usual(chosen.start), start: "" };
   return new URLSearchParams(Object.entries(chosen).filter(([name, value]) => name in FREE && value !== before[name]));
@@ -280,7 +280,7 @@ function begin(chosen) {
   show();
 }
 
-// Takes an action out of a list and puts it into one, its own or another; nowhere: removes it.
+// Moves an action to a place in its own list or in another rank's; without a rank, removes it.
 function move(rank, k, toRank = null, to = 0) {
   if (rank === toRank && k === to) return;
   if (carried !== keyOf(lists[rank][k])) {
@@ -297,26 +297,26 @@ function move(rank, k, toRank = null, to = 0) {
   else if (lists[rank].length) focusOn([rank, Math.min(k, lists[rank].length - 1)]);
 }
 
-// Takes the last change back, or makes it once more.
+// Undoes the last change, or redoes it.
 function undo(from = undone, to = redone, note = "The last change is undone. ") {
   if (!from.length) return;
   to.push(lists);
   [lists, selected, before, carried] = [from.pop(), null, current, ""];
   show(note);
-  // It was on an action, which is drawn anew.
+  // The focus was on an action, and actions have been drawn anew.
   if (document.activeElement === document.body) focusOn(placeOf(lanes.querySelector("[data-k]")));
 }
 
-const redo = () => undo(redone, undone, "The change is made once more. ");
+const redo = () => undo(redone, undone, "The change is redone. ");
 
-// Opens a file: one of the page's placements of stages and sizes, or a sentence says what is wrong.
+// Opens a file if the page has its sizes and its placement of stages; else says what is wrong.
 function openFile(text) {
   const { lists: rows, ranks, m, wrong } = read(text);
   const [n, chunks] = [rows?.length, ranks?.length / rows?.length];
   const like = ["1f1b", "zbv", "interleaved"].find((schedule) => !wrong && `${ranks}` ===
     `${placed(n, schedule === "1f1b" ? 1 : schedule === "zbv" ? 2 : chunks, schedule === "zbv")}`);
   const known = like && catalogue[like][like === "interleaved" ? chunks : like === "zbv" ? 2 : 1]?.[n]?.[m];
-  const why = wrong || (known ? validate(rows, m) : "the page knows no schedule with as many ranks, micro-batches and stages");
+  const why = wrong || (known ? validate(rows, m) : "the page has no schedule with these numbers of ranks, micro-batches and stages");
   if (why) said.textContent = `This file cannot be opened: ${why}`;
   else begin({ ...settings, start: runs.length ? settings.start : "", schedule: like, ranks: n, m, chunks: Math.max(2, chunks), split: false, lists: text });
 }
@@ -385,7 +385,7 @@ document.addEventListener("keydown", (event) => {
   else if (key === "z") undo();
 });
 
-// Dragging. A finger first taps an action, and can then drag it; other actions scroll the page.
+// Dragging. A finger taps an action first, and can then drag it; elsewhere a finger scrolls the page.
 let drag = null; // {button, x, y, moved, target}
 lanes.addEventListener("pointerdown", (event) => {
   const button = event.target.closest("[data-k]");

@@ -1,12 +1,12 @@
-// planning/simulate.py and pipeline/schedules/schedule.py once more, for pages: when each action of a
-// schedule runs, what each gap is due to, and whether the lists can run at all.
+// planning/simulate.py and pipeline/schedules/schedule.py in JavaScript, for pages: when each action of
+// a schedule runs, what each gap is due to, and whether the lists can run at all.
 //
 // A schedule is a list per rank of [kind, stage, micro-batch]. A rank starts its next action as soon
 // as its previous one has ended and the results it depends on have arrived from other ranks.
 // tests/planning/test_simulate_js.py compares this file with Python. Seconds may be any unit.
 "use strict";
 
-const HELD_MORE = { F: 1, B: -1, I: 0, W: -1 }; // micro-batches that a stage holds afterwards
+const HELD_MORE = { F: 1, B: -1, I: 0, W: -1 }; // by how many more micro-batches a stage then holds
 
 // The name of an action in a Map, and as a person reads it.
 const keyOf = ([kind, stage, microbatch]) => `${kind}${stage},${microbatch}`;
@@ -22,9 +22,9 @@ function dependencies([kind, stage, microbatch], stages) {
 
 // When everything happens, from 0. `work` has functions seconds(kind, stage) and recompute(stage), and
 // numbers: transfer of a message, which does not hold up its sender; exchange of a rank's gradients,
-// after its last action; update. Returns rows, per rank {action, start, end, again, idle, waitsFor} in order;
+// after its last action; update. Returns rows: per rank, in order, {action, start, end, again, idle, waitsFor};
 // updated, per rank; seconds and bubble of the step; and deadlock: empty, or the sentence of Python's
-// validate() on what can never start, and then the rows end there.
+// validate() on the actions that can never start. In a deadlock the rows end before these actions.
 function simulate(schedule, work) {
   const stages = 1 + Math.max(...schedule.flat().map(([, stage]) => stage));
   const ended = new Map(); // by name: {action, rank, end}; a whole backward is both halves
@@ -66,8 +66,8 @@ function simulate(schedule, work) {
 }
 
 // Every idle gap of a step without exchange and update: {rank, start, end, before, waitsFor, causes}.
-// What is left with equal stages and no messages is `fill`, the schedule's own; what uneven stages add
-// is `imbalance`; what messages add is `transfer`.
+// Idle time that is left with equal stages and no messages is `fill`, the schedule's own; what uneven
+// stages add is `imbalance`; what messages add is `transfer`.
 function gapsOf(schedule, work) {
   const step = simulate(schedule, work);
   const level = simulate(schedule, { ...work, transfer: 0 });
@@ -100,7 +100,7 @@ function gapsOf(schedule, work) {
   });
 }
 
-// Per action of a rank, the micro-batches that it holds from then on, once for each of its stages.
+// Per action of a rank, the micro-batches that the rank then holds; each of its stages counts its own.
 function heldAfter(actions) {
   let held = 0;
   return actions.map(([kind]) => (held += HELD_MORE[kind]));

@@ -1,4 +1,4 @@
-// What the page of `report.py --explore` knows beside the simulator: the catalogue's lists, which
+// What the page of `report.py --explore` has besides the simulator: the catalogue's lists, which
 // project/figures/pages.py wrote as text; the textbook's formulas; puzzles.
 // tests/project/test_explore.py compares lists and formulas with Python.
 "use strict";
@@ -55,8 +55,8 @@ function textbook(schedule, n, m, v, { F, I, W }) {
   }
 }
 
-// Puzzles: settings, and when they are solved. `held` and `seconds` are limits; `breaks`: the lists
-// must break a rule in these words. `alone`: each micro-batch runs alone at first.
+// Puzzles: settings, and when they are solved. `held` and `seconds` are limits; `breaks` is how the
+// validator's sentence must begin; `alone`: at first, micro-batches run one by one.
 const PUZZLES = [
   {
     name: "Break it", schedule: "1f1b", ranks: 2, m: 2, breaks: "deadlock",
@@ -66,7 +66,7 @@ const PUZZLES = [
   {
     name: "Hold less than GPipe", schedule: "gpipe", ranks: 3, m: 4, held: 3, seconds: 18,
     text: "Three ranks, four micro-batches. GPipe holds all four until the first backward. Hold three at most, in the same time.",
-    hint: "A backward lets go of a micro-batch. On rank 2 it can follow its forward at once, on rank 1 after one more forward, on rank 0 after two.",
+    hint: "A backward releases a micro-batch. On rank 2 it can follow its forward at once, on rank 1 after one more forward, on rank 0 after two.",
   },
   {
     name: "Beat 1F1B", schedule: "1f1b", ranks: 4, m: 8, split: true, held: 4, seconds: 27,
@@ -76,17 +76,17 @@ const PUZZLES = [
   {
     name: "Hide the messages", schedule: "1f1b", ranks: 2, m: 4, message: 1, held: 3, seconds: 17,
     text: "Two ranks, four micro-batches, and a message takes as long as a forward: 1F1B takes 19. Hold three at most. Reach 17.",
-    hint: "While a gradient is on its way to rank 0, it could do one more forward.",
+    hint: "While a gradient is on its way to rank 0, this rank could run one more forward.",
   },
   {
     name: "Interleave", schedule: "interleaved", ranks: 2, m: 2, chunks: 2, F: 2, I: 2, W: 2, alone: true, seconds: 15,
-    text: "Two ranks with two chunks each, a and b: a micro-batch passes through both ranks twice. They run one micro-batch after the other: 24. Reach 15.",
+    text: "Two ranks with two chunks each, a and b: a micro-batch passes through both ranks twice. At first they run one micro-batch after the other, which takes 24. Reach 15.",
     hint: "While one micro-batch is elsewhere, a rank can work on the other: F0a F1a F0b F1b.",
   },
 ];
 const FREE = { schedule: "1f1b", ranks: 4, m: 8, chunks: 2, F: 1, I: 1, W: 1, message: 0, last: 1, split: false, start: "", lists: "" };
 
-// The rank of each stage: one each, in a V, or round and round.
+// The rank of each stage: one each, in a V, or round-robin.
 function placed(ranks, chunks, isV) {
   return Array.from({ length: ranks * chunks }, (_, s) => (isV && s >= ranks ? 2 * ranks - 1 - s : s % ranks));
 }
@@ -103,7 +103,7 @@ function write(lists, ranks, name) {
   return `# ${name}\n${where}${lists.map((row, r) => `rank ${r}: ${row.map((action) => titled(action, ranks)).join(" ")}\n`).join("")}`;
 }
 
-// What such a text says: {lists, ranks, m}, or {wrong}: a sentence. Whether the lists can run, validate() says.
+// Reads such a text: {lists, ranks, m}, or {wrong}: a sentence. validate() says whether the lists can run.
 function read(text) {
   let ranks = null;
   const rows = [];

@@ -1,1 +1,1 @@
-"""Does to real runs what happens to them: see strikes.py, which `make chaos` runs."""
+"""Kills, stops and interrupts real runs: see strikes.py, which `make chaos` runs."""

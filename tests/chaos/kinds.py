@@ -1,4 +1,4 @@
-"""What can happen to a run, and what must then be seen of it."""
+"""What can happen to a run, and what must then be observed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that chaos befalls. A new one joins by one entry of PROGRAMS."""
+"""The programs that are struck. A new one needs one entry in PROGRAMS."""
 
 from __future__ import annotations
 

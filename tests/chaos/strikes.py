@@ -3,7 +3,7 @@
 Each attempt starts a program with a tiny model, waits for a random moment (while its processes
 import their libraries, while it trains, or as it ends), and does one thing to one random process.
 Then the run must end in time, with the right status; the rank that failed first must be named; and
-no process, shared memory or temporary file may be left. (What raises on a rank, or on a stage's
+no process, shared memory or temporary file may be left. (Exceptions on a rank, or on a stage's
 thread: tests/training/launch/test_launch.py, tests/pipeline.)
 
     make chaos                                                    everything once: 30 minutes

@@ -1,1 +1,1 @@
-"""Tests of context_parallel/. That a model trains with it as on one process: tests/equivalence."""
+"""Tests of context_parallel/. tests/equivalence checks that models train as on one process."""

@@ -1,6 +1,6 @@
 """What wrapping a model adds to the averaging of gradients: all ranks begin as rank 0.
 
-That training is then that of one process, the rows of tests/equivalence/table.py say."""
+The rows of tests/equivalence/table.py check that training is then that of one process."""
 
 from __future__ import annotations
 

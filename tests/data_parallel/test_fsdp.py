@@ -1,7 +1,7 @@
-"""Sharded training is the training of one process, whatever layers hand on; or it is refused.
+"""Sharded training is that of one process, whatever layers pass to each other; or it is refused.
 
-That it is so for every stage of ZeRO, division of a batch and optimizer, the rows of
-tests/equivalence/table.py and the random models of tests/fuzz say."""
+The rows of tests/equivalence/table.py and the random models of tests/fuzz check this for every
+stage of ZeRO, division of a batch and optimizer."""
 
 from __future__ import annotations
 

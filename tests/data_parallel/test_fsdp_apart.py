@@ -1,7 +1,7 @@
 """Ranks that are not in step: one is slow somewhere, or does something alone.
 
-Nobody reads what is not there yet, or writes to what is read; a rank alone changes nothing, or all
-end with an error. Never wrong numbers.
+No rank reads data that is not there yet, or overwrites data that is being read. If a rank does
+something alone, it changes nothing, or all end with an error. Numbers are never wrong.
 """
 
 from __future__ import annotations

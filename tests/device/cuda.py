@@ -1,7 +1,7 @@
 """What `torch.cuda` and `torch.distributed` say of the device.
 
 Devices, streams, events and generators are torch's own, over guard.cpp. NCCL's place is taken by
-gloo on the CPU's memory; what asks for the name of a backend hears NCCL's.
+gloo on the CPU's memory; whoever asks for the name of the backend gets NCCL's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""FlashAttention's place on the device: what CUDA's kernels compute and take for granted.
+"""Stands for FlashAttention on the device: computes what CUDA's kernels compute, and checks what
+they take for granted.
 
 They read memory by address. A tensor that they would misread in silence is refused here. As in
 torch's aten/src/ATen/native/transformers/cuda: q, k, v, the output and its gradient may have any

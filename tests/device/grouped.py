@@ -1,4 +1,5 @@
-"""The place of torch's grouped product on the device, with what its kernels leave out."""
+"""Stands for torch's grouped matrix product on the device: refuses the strides that it refuses, and
+gives NaN where its kernels write nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens on the device while somebody watches: kernels, copies, waits of the host."""
+"""Records what happens on the device: kernels, copies, waits of the host."""
 
 from __future__ import annotations
 

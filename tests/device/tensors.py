@@ -1,8 +1,8 @@
 """Tensors of the device: the CPU computes, the rules are CUDA's.
 
 Every operator comes to `dispatch`: it refuses what CUDA refuses, notes what CUDA would launch or
-wait for, and runs the operator on the CPU's memory. An operator that is no view counts as one
-kernel, a foreach operator too.
+wait for, and runs the operator on the CPU's memory. An operator counts as one kernel, a foreach
+operator too, a view as none.
 """
 
 from __future__ import annotations

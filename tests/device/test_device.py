@@ -1,4 +1,4 @@
-"""The device without hardware is as CUDA is, where the project relies on it."""
+"""The device without hardware does what CUDA does, as far as the project relies on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many kernels layers that are cut launch on the device, and how often the host waits."""
+"""How many kernels cut layers launch on the device, and how often the host waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layouts on devices: what one process computes on the CPU, with one wait per step.
+"""Layouts on devices compute what one process computes on the CPU, with one wait per step.
 
-Two ranks have a device each, and NCCL, whose part gloo plays; four share two devices, and have gloo
-alone. The layouts are rows of tests/equivalence.
+Two ranks have a device each, and NCCL, for which gloo stands; four ranks share two devices, and
+have only gloo. The layouts are rows of tests/equivalence.
 """
 
 from __future__ import annotations

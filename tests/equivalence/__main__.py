@@ -8,7 +8,7 @@ name, and its weights after the last; where dropout is on, a second run must hav
     python -m tests.equivalence --list
     python -m tests.equivalence --strategy 'ddp2-*' --strategy threads2-zb-m8 --steps 3
 
-Exit status 0: all agree; 1: one does not, and the line under it says where most.
+Exit status 0: all agree; 1: one does not, and the line under it says where it differs most.
 The rows are in tests/equivalence/table.py; how large a difference may be, in compare.py there.
 """
 

@@ -1,4 +1,4 @@
-"""Trains a row in the product's own loop, and compares it with what it must equal.
+"""Trains a row in the project's own loop, and compares it with what it must equal.
 
 Every rank says which rectangles of which parameters it holds (`LaidOutModel.held`), and
 compares these, at every step and by parameter name, with the same rectangles of the reference. A
@@ -6,9 +6,9 @@ difference is relative to the largest element of the whole parameter: the sum ov
 errors cancel, and one scale for all parameters would hide the small ones. Together the ranks must
 hold every element; what is not a number is infinitely far off.
 
-How large may a difference be? Rounding alone: with u the unit roundoff (1.1e-16, 6e-8), the
-longest chain of roundings behind a gradient is some 1,300 (dot products over 16 to 64 features and
-the softmax in six layers, twice for the backward; a sum over 100 target tokens). They are as good
+How large may a difference be? Rounding alone: with u the unit roundoff (1.1e-16, 6e-8), the longest
+chain of roundings behind a gradient is some 1,300 (dot products over 16 to 64 features and the
+softmax in six layers, twice for the backward; a sum over 100 target tokens). Roundings are as good
 as random, so a gradient is off by sqrt(1300) u of its size (seen: 2e-15, 1e-6). AdamW turns that
 into at most lr / eps times the absolute error: with gradients of 0.1 and weights of 0.1,
 1e-3 / 1e-4 * 2e-7 = 2e-6 per step in float32, and in ten steps, if all had one sign, 2e-5, which is

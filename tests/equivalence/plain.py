@@ -1,8 +1,8 @@
 """The reference: one process, plain PyTorch.
 
 transformers' GPT-2 or a VGG16, the whole batch in one rectangle, all logits, the mean over the
-batch's targets. The updates are those that the options ask for, by arithmetic that no run uses
-(`training.check.plain_steps`: learning rates, `clip_grad_norm_`, AdamW). Of the product it has the
+batch's targets. The updates are those that the options ask for, by code that no run uses
+(`training.check.plain_steps`: learning rates, `clip_grad_norm_`, AdamW). From the project come the
 order of the examples and the initial weights.
 """
 

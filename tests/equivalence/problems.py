@@ -1,6 +1,6 @@
 """What is trained: a tiny GPT-2 on random sentences, a narrow VGG16 on noise.
 
-A problem is a frozen dataclass, so that equal ones share a reference. Its `task` is the product's
+A problem is a frozen dataclass, so that equal ones share a reference. Its `task` is the project's
 own `TranslationTask` or `PictureTask`: order of the data, micro-batches, layers and loss are what
 the programs run. Only the examples and the initial weights are given.
 """
@@ -141,7 +141,7 @@ class Sentences(Problem):
         return examples
 
     def task(self, world: World, dtype: torch.dtype) -> SentenceTask:  # noqa: ARG002
-        """The product's task on these sentences."""
+        """The project's task on these sentences."""
         kinds = (SentenceTask, RowTask), (RoutedSentenceTask, RoutedRowTask)
         return kinds[self.experts > 0][self.documents](self, world)
 
@@ -213,7 +213,7 @@ class Noise(Problem):
         return Pictures(images, torch.randint(10, (n,), generator=generator))
 
     def task(self, world: World, dtype: torch.dtype) -> NoiseTask:
-        """The product's task on these pictures."""
+        """The project's task on these pictures."""
         precision: Any = "fp64" if dtype == torch.float64 else "fp32"
         args = Options(batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision)
         classes = tuple("0123456789")

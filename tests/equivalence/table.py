@@ -1,6 +1,6 @@
 """The rows: every layout, and what goes wrong in it.
 
-A new one joins by one line: its name, which says what lays the model out, and what it trains.
+A new row is one line: its name, which says what lays the model out, and what it trains.
 
     Row("fsdp3-zero2-even", Sentences(12, 6))
 
@@ -21,7 +21,7 @@ What follows are options, and words that say in short what is trained:
     resumed                it must have the same bits as without an interruption
     gloo                   ranks send, as if each had a machine of its own
 
-`OTHERS` has the words that are no options. One that is neither is a KeyError.
+`OTHERS` has the words that are no options. A word that is neither raises KeyError.
 """
 
 from __future__ import annotations

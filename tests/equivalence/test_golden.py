@@ -1,8 +1,8 @@
 """The losses that the programs must have.
 
 The table says that layouts agree with one process, and tests/project/test_losses.py that programs
-do; were data order, initial weights, tokenizer or batching to change, all would change alike. Here
-one program has the losses on file. After a change that is meant, take those that the test shows.
+do. But if data order, initial weights, tokenizer or batching changed, all would change alike. Here
+one program must have the losses on file. After an intended change, file those that the test shows.
 """
 
 from __future__ import annotations

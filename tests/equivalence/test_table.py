@@ -1,4 +1,4 @@
-"""The table in short. Wrong lines that turn rows of it red: tests/mutants."""
+"""A short form of the table. tests/mutants has wrong lines that turn its rows red."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A layer of experts beside a plain one, in which every expert computes every position. That models
-with experts train as one process does: tests/equivalence."""
+"""A layer of experts beside a plain one, in which every expert computes every position.
+tests/equivalence checks that models with experts train as one process does."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Does to real runs what happens to them on clusters: see `python -m tests.faults --help`."""
+"""Strikes real runs with the faults of clusters: see `python -m tests.faults --help`."""

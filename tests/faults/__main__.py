@@ -5,9 +5,9 @@
     python -m tests.faults --only "rank killed" --only "host killed"
 
 A run is struck after its fifth step of twelve; the last checkpoint is that of the fourth. Seconds
-are from the fault to the next step that had not been done, with a time-out of 20. The weights after
-the last step are compared with those of a run that was left alone. Where hosts leave and join, the
-losses are compared with those of one host.
+are from the fault to the next new step, with a time-out of 20. The weights after the last step are
+compared with those of a run that was left alone. If hosts leave and join, the losses are compared
+with those of one host.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What can happen to a run under torchrun, as sentences, and what comes of it.
+"""What can happen to a run under torchrun, in calls that read as sentences, and what comes of it.
 
     found = run(LAYOUTS["fsdp"], 2, kill(rank=1, step=3), cut_link(host=1, seconds=40, step=5))
     assert found.weights == run(LAYOUTS["fsdp"], 2).weights
 
 Each fault strikes once, after the given step, while the first rank that it concerns waits in a trap
-(tests/faults/program.py). So the same sentence does the same to a run on every machine.
+(tests/faults/program.py). So a sentence does the same to a run on every machine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     host 1: 10.213.7.2 --- port1 --+-- switch
     host 2: 10.213.7.3 --- port2 --+
 
-It takes root and `ip`. One host is this machine itself, and takes neither.
+Several hosts need root and `ip`. A single host is this machine itself, and needs neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves in every layout and goes on in every other, on one host and on two.
+"""Saves in every layout and resumes in every other, on one host and on two.
 
     python -m pytest tests/faults/matrix.py                   five minutes on two cores
     python -m pytest tests/faults/matrix.py -k "two hosts"

@@ -1,11 +1,11 @@
-"""Runs torchrun, or on its ranks a program of the project, where faults can strike it.
+"""Runs torchrun or, on its ranks, a program of the project, where faults can strike it.
 
-FAULTS names the folder in which a rank writes down the steps that it has done, and waits after
-those for which there is a file `trap-RANK-STEP`: it puts its process id there, renames the file to
-`caught-...`, and goes on when the file is gone, or it was given notice.
+FAULTS names a folder, in which a rank writes down the steps that it has done. After a step for
+which there is a file `trap-RANK-STEP`, the rank waits: it puts its process id into the file,
+renames the file to `caught-...`, and goes on when the file is gone, or when it is given notice.
 
-With FORK the ranks are forks of torchrun, which has imported what they need: four of them would
-import it for sixteen seconds of a core.
+With FORK the ranks are forks of torchrun, which has imported what they need. Otherwise the imports
+of four ranks take sixteen seconds of a core.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random models: layers one after the other, of tensors B C, B T C or B C H W.
 
-What few models do (hooks, checkpoints, complex weights) is tried by name: tests/odd_layers.py."""
+tests/odd_layers.py has layers that do what few models do (hooks, checkpoints, complex weights)."""
 
 from __future__ import annotations
 

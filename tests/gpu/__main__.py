@@ -8,7 +8,7 @@
 
 With two GPUs ranks exchange over NCCL. Ranks that share a GPU exchange over gloo. The exit status
 is 1 if a check fails. Without a GPU nothing runs: tests/device has a device without hardware, and
-what can be tested on it. What is measured on a GPU: benchmarks/gpu.py.
+the tests that it allows. What is measured on a GPU: benchmarks/gpu.py.
 """
 
 from __future__ import annotations

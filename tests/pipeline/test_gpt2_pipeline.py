@@ -1,4 +1,4 @@
-"""GPT-2 as a pipeline: the logits of generation; and the course's GPT2ModelParallel and
+"""GPT-2 as a pipeline: its logits when it generates; and the course's GPT2ModelParallel and
 GPT2LMHeadModelParallel, which compute what transformers' models do."""
 
 from __future__ import annotations

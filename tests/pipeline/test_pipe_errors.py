@@ -1,5 +1,5 @@
-"""Whatever a stage raises ends the call at once, reaches the caller as it was, and is over then;
-and what a Pipe refuses."""
+"""An exception in a stage ends the call at once, reaches the caller as it was, and leaves the Pipe
+working; and what a Pipe refuses."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said
     x, _ = batch(7)
     with Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=2) as pipe:
         if said:
-            with pytest.raises(ValueError, match=f"cannot be put together .*the first: {said}"):
+            with pytest.raises(ValueError, match=f"cannot be joined .*the first: {said}"):
                 pipe(x)
         else:  # the same in every micro-batch
             assert pipe(x)[1:] == (None,)

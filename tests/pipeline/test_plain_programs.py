@@ -1,6 +1,6 @@
 """What runs in plain PyTorch either runs in a pipeline and gives the same, or is refused by name.
 
-In-place operations, values that are no tensors, hooks: nothing may change a result in silence.
+In-place operations, values that are not tensors, hooks: none may change a result in silence.
 """
 
 from __future__ import annotations

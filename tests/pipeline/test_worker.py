@@ -1,5 +1,5 @@
-"""Workers: one thread per device, on its own cores. (What they answer to whatever raises:
-test_pipe_errors.py. On which streams: test_pipe_on_device.py.)"""
+"""Workers: one thread per device, on its own cores. (Exceptions on them: test_pipe_errors.py. Their
+streams: test_pipe_on_device.py.)"""
 
 from __future__ import annotations
 

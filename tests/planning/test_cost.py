@@ -1,4 +1,4 @@
-"""The cost model: what can be counted by hand, and monotone where it must be. (Measured runs:
+"""The cost model: equal to what is counted by hand, and monotone where it must be. (Measured runs:
 tests/test_benchmarks.py.)"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search for an order of actions: never worse than what has a name, and what no order beats."""
+"""The search for an order of actions: never worse than a named schedule, never below its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against closed forms, exactly, and against the definition by relaxation."""
+"""The simulator: exactly as closed forms say, and as the definition says, solved by relaxation."""
 
 from __future__ import annotations
 

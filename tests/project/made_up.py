@@ -1,4 +1,4 @@
-"""Result files as runs leave them, with numbers that are easy to reckon with."""
+"""Result files as runs leave them, with numbers that are easy to calculate with."""
 
 from __future__ import annotations
 

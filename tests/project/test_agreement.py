@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own, one of which has something else: the run ends, and says what."""
+"""Ranks on different hosts, one of which has something different: the run ends, and says what."""
 
 from __future__ import annotations
 

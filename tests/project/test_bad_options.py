@@ -131,7 +131,7 @@ train ddp --model gpt2-mini --experts 4 --balance_rate 1 => kept busy by a loss;
 train ddp --model gpt2-mini --experts 4 --balance_by bias --optimizer sgd => --optimizer adamw works
 train tensor --model gpt2-mini --experts 4 => context and 3d alone can have it; leave it out
 train 3d --tp 2 --dp 2 --ep 2 --model gpt2-mini --experts 4 => cannot cut experts; --ep, w
-train ddp --model gpt2-mini --experts 4 --compile => and each is compiled anew; leave it out
+train ddp --model gpt2-mini --experts 4 --compile => each number is compiled anew; leave it out
 # languages
 dp --src fr => it has test.en, and no test.fr, in which line i translates its
 dp --tgt de => two languages are needed: --src de --tgt en

@@ -417,7 +417,7 @@ def test_what_was_removed_whole_is_missing(window: Browser, page: Path) -> None:
 
 def test_lists_are_changed_only_while_they_differ(window: Browser) -> None:
     """From those of the schedule: by halves, by a move, and not after the move back."""
-    same, others = "Here that is so.", "Here the lists are others."
+    same, others = "Here that is so.", "Here the lists are different."
     window.choose("split", True)
     assert window.text("#when").endswith(others) and "split=true" in window.js("location.hash")
     window.choose("schedule", "zb")  # has no whole backward

@@ -43,7 +43,7 @@ from tests.project.programs import ROOT
         ("schedule --times none", "none: there is no such folder; name the --workdir of a run"),
         ("schedule --times run --transfer 1", "--times run --transfer: the run has measured it; "),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
-        ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 has some"),
+        ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 works"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""run_data_parallel.py and run_pipeline.py, as a person runs them: what they print and leave."""
+"""run_data_parallel.py and run_pipeline.py, as a user runs them: what they print and leave."""
 
 from __future__ import annotations
 

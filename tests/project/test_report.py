@@ -267,9 +267,9 @@ def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = text_of(page)
     for said in (
         "A step takes 3000.0 ms , the median of all but the first. Of the recorded steps, step 2 "
-        "is nearest to it: 10000.0 ms, 9500.0 of them from the first action to the last, in which "
-        "ranks were idle 36.8% of the time. Predicted from the median of each kind and stage: "
-        "10000.0 ms, 9500.0 from the first action to the last, idle 36.8% of these.",
+        "is nearest to it: 10000.0 ms, 9500.0 of them from the first action to the last; ranks "
+        "were idle for 36.8% of these. Predicted from the median of each kind and stage: 10000.0 "
+        "ms, 9500.0 of them from the first action to the last; ranks are idle for 36.8% of these.",
         "Weights agree with one process. Worst: h.0.bias , off by 3.0e-07 where rounding explains",
         "pipeline2 3 0.5000 1.50 7.25 bleu",
         "fill transfer not predicted rank 0 3000.0 500.0 0.0 rank 1 2777.8 472.2 250.0",
@@ -371,7 +371,7 @@ def test_a_course_of_one_epoch_has_its_page(course: Path, tmp_path: Path) -> Non
     for path in tmp_path.glob("*/*epoch1.json"):
         path.unlink()
     page = report.render(report.reported(sorted(tmp_path.iterdir())), PAGE / "cmu_11868.html")
-    assert "Times are means over one epoch, which is slower than those after it." in text_of(page)
+    assert "over the only epoch; a first epoch is slower than later ones." in text_of(page)
 
 
 def test_what_has_not_finished_is_refused(tmp_path: Path) -> None:

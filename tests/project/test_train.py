@@ -1,5 +1,5 @@
-"""project/train.py: --check_weights and --check_output find what one process computes, and say it
-where a strategy does not."""
+"""project/train.py: --check_weights and --check_output find that a strategy computes what one
+process does, and say so if it does not."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def test_a_difference_of_experts_in_bf16_may_be_no_mistake() -> None:
                 check.check(task, setup, torch.device("cpu"), {0: (None, got)})[0]
                 for got in (one, one + 1)
             )
-        assert "another expert" not in same.say()
-        assert not other.agrees and ("another expert" in other.say()) is doubted
+        assert "different expert" not in same.say()
+        assert not other.agrees and ("different expert" in other.say()) is doubted
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:

@@ -1,5 +1,5 @@
 """The trained model translates where it was trained, in its shards and stages, with a cache, as one
-process does without one. (That no rank needs the whole model for it: test_losses.py.)"""
+process does without one. (test_losses.py checks that no rank needs the whole model for it.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Exchanges through shared memory and through the process group, and ranks that diverge; and the
-pool. Their gradients: tests/equivalence leaves the sums out, one by one."""
+pool. Their gradients: tests/equivalence, where each sum is left out once."""
 
 from __future__ import annotations
 

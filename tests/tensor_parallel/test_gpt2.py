@@ -1,5 +1,5 @@
-"""The head over a vocabulary that is cut, and which cuts work. That a cut model trains as a whole
-one does: tests/equivalence."""
+"""The head over a vocabulary that is cut, and which cuts work. tests/equivalence checks that a cut
+model trains as a whole one does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Cut matrices in a pipeline: each leaves its weight's gradient for W, and zero bubble gains by it.
-That a cut model trains as a whole one does: tests/equivalence."""
+tests/equivalence checks that a cut model trains as a whole one does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Muon: whose pieces are whose, who computes what, and torch's own beside it. (That every layout is
-one process: tests/equivalence.)"""
+"""Muon: which rank holds which pieces and computes which matrix, and torch's own Muon beside it.
+(tests/equivalence checks that every layout trains as one process does.)"""
 
 from __future__ import annotations
 

@@ -61,5 +61,5 @@ def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored(tmp_p
     assert done.stdout == f"{128 + 2}\nwent on 0\n{128 + 15}\nwent on 0\n"
     assert done.stderr == 2 * (
         "\nInterrupted; --resume continues from 000001-epoch0-step4. (Ctrl-C saves nothing; "
-        "SIGTERM saves a step that is being done, and --save_every N every N steps.)\n"
+        "SIGTERM saves the current step, and --save_every N every N steps.)\n"
     )

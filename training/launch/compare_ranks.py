@@ -7,7 +7,8 @@ machine.
 
 Idea: ranks exchange hashes. `check_same` compares options, data and model once, at the start.
 `check_replicas` compares the parameters that several ranks hold, at the start and after every
-epoch: all of them in data parallelism, the tied ones in a pipeline, none under FSDP.
+epoch: all of them in data parallelism, the tied ones in a pipeline; under FSDP none, unless there
+are several copies (--shards).
 
 Cost: one pass over the parameters, measured at 1.1 GiB/s on one core: 0.45 s for gpt2
 (0.5 GB). On a GPU, also a copy to the CPU.
@@ -62,8 +63,8 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
     """Compares the parameters that several ranks hold, bit for bit. All ranks call it together.
 
     Args:
-        parameters: what this rank holds of them, by name: of two ranks that have a name in common
-            both hold the same.
+        parameters: those that this rank holds, by name. Ranks that have a name in common must hold
+            the same.
         when: for the error, as "at the start".
 
     Raises:
@@ -76,7 +77,7 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
 
 
 def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -> str:
-    """What differs among the ranks that have a thing of the same name, and where; or nothing."""
+    """The names of what differs between ranks that have it, and where; empty if nothing does."""
     hashes = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
     first: dict[str, tuple[int, bytes]] = {}  # by name, its first holder, and the hash there
     texts: dict[str, str] = {}  # by name, the first rank where it differs from that

@@ -72,8 +72,8 @@ def torchrun_world_size() -> int | None:
 
 
 def say(text: str) -> None:
-    """Prints in one piece: ranks may share a terminal. There it erases what is left of a line that
-    moved (training.files.py)."""
+    """Prints in one piece: ranks may share a terminal. There it erases what is left of a progress
+    bar (training/files.py)."""
     with suppress(OSError, RuntimeError):  # it is closed; a signal came in the middle of writing
         sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + text)
         sys.stderr.flush()
@@ -81,14 +81,14 @@ def say(text: str) -> None:
 
 def of_memory(error: BaseException) -> str:
     """A line above the traceback if there was too little memory, of the CPU or of a GPU; else
-    nothing. torch says the former with a plain RuntimeError."""
+    nothing. For the CPU, torch raises a plain RuntimeError."""
     of_kind = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if not of_kind and "allocate memory" not in str(error):
         return ""
     return (
-        "It ran out of memory. A smaller --batch_size, more --num_microbatches, a smaller "
-        "--model_max_length and --recompute always need less, in evaluation, too; a smaller model, "
-        "or more ranks under fsdp, too.\n"
+        "It ran out of memory. These need less, in evaluation, too: a smaller --batch_size, more "
+        "--num_microbatches, a smaller --model_max_length, --recompute always, a smaller model, "
+        "more ranks under fsdp.\n"
     )
 
 
@@ -100,8 +100,9 @@ def format_error(error: BaseException) -> str:
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """Prints a user's mistake and ends the program. Under torchrun each host's first rank does, in
-    the first attempt that makes it: torchrun starts all again, whatever their status."""
+    """Prints a user's mistake and ends the program. Under torchrun only each host's first rank
+    prints it, and only in the first attempt that makes it: torchrun restarts ranks, whatever their
+    status."""
     if torchrun_world_size() is None:
         say(message)
         raise SystemExit(status)
@@ -121,17 +122,18 @@ def _was_said(message: str) -> bool:
 
 
 def leave(message: str, status: int) -> NoReturn:
-    """Ends this process at once: process groups that are taken down may wait for ranks for ever."""
-    with suppress(OSError, RuntimeError):  # its reader has ended; as above
+    """Ends this process at once: to take process groups down may wait for ranks for ever."""
+    with suppress(OSError, RuntimeError):  # its reader has ended; or as in `say`
         sys.stdout.flush()
     say(message)
     os._exit(status)
 
 
 def open_streams() -> None:
-    """Makes a standard stream that is closed (`>&-`) one that nobody reads. Otherwise Python's is
-    None, and the next file that is opened gets its number, and what a library prints. Output whose
-    encoding lacks a letter (LC_ALL=C, PYTHONIOENCODING) has it escaped: \\xfc."""
+    """Replaces a standard stream that is closed (`>&-`) by one that nobody reads. Otherwise
+    Python's is None, and the next file that is opened gets the stream's number, and so what a
+    library prints. A letter that the encoding lacks (LC_ALL=C, PYTHONIOENCODING) is escaped:
+    \\xfc."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         name, mode = [("stdin", "r"), ("stdout", "w"), ("stderr", "w")][number]
         setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))

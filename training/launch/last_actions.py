@@ -13,10 +13,9 @@ a file in the folder that torchrun makes on each machine, and each machine print
        1  receive                              1            1     2  1.0 s ago
        2  forward                              2            1        1.1 s ago    <- the culprit
 
-`after forward` means that the forward has ended and nothing has begun since. Whatever waits for
-other ranks is noted, also what ends a step, an evaluation or a checkpoint: else a rank that waits
-would look like one that works. A rank that is stopped says nothing, wherever it is: the system
-tells.
+`after forward` means that the forward has ended and nothing has begun since. Every wait for other
+ranks is noted, even at the end of a step, an evaluation or a checkpoint: otherwise a rank that
+waits would look like one that works. A rank that is stopped cannot say so: the system tells.
 
 Cost: about 3 microseconds per action.
 """
@@ -44,7 +43,7 @@ WAITS = {  # actions that end when other ranks act
 class LastAction(ctypes.Structure):
     """What a rank does, or did last. Place, micro-batch and peer may be -1: none. `begun` is
     time.monotonic, which all processes of a machine share; `step` is the step of the run; `process`
-    is the rank's number in the system."""
+    is the rank's process id."""
 
     _fields_ = (
         ("name", ctypes.c_char * 32),
@@ -64,7 +63,7 @@ class LastAction(ctypes.Structure):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Notes an action within another, which goes on afterwards, unless this one raises."""
+        """Notes an action within another. That is noted again afterwards, unless this raises."""
         before = bytes(self)
         self.note(name)
         yield
@@ -106,8 +105,8 @@ def verdict(actions: Sequence[LastAction], first_rank: int = 0, failed: int | No
     """Where to look: what ranks wait in, and who does not wait. Empty if none waits, or all do.
 
     Args:
-        failed: a rank that has ended by itself, and not because it waited in vain. Only it is to be
-            looked at, as only those are that are stopped.
+        failed: a rank that has ended by itself, and not because it waited in vain. Then only this
+            one is named; otherwise only stopped ranks, if there are any.
     """
     ranks = {*range(len(actions))}
     stopped = {r for r in ranks if actions[r].is_stopped}

@@ -74,10 +74,10 @@ from .signals import (
 )
 from .world import World, choose_device, quiet_libraries
 
-SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees who ended before
-GONE = 5.0  # seconds for a rank to be gone that has reported, or whose pipe the system has closed
+SEEN = 0.3  # seconds in which torchrun, which looks every 0.1, or `watch` sees an earlier end
+GONE = 5.0  # seconds that a rank has to exit, once it has reported or the system closed its pipe
 
-# How a rank has ended: well, by an error that explains itself, or by one that is printed like this.
+# How a rank has ended: well (None), by an error that explains itself, or as this text says.
 Report = UserError | RunError | str | None
 
 
@@ -129,7 +129,8 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
             processes.append(process)
             pipes.append(ours)
             theirs.close()  # else this process and later ranks would keep the pipe open
-        # Here, where it answers although a rank is stopped; its thread is not there to be forked.
+        # In this process the store answers even if a rank is stopped. It starts after the forks,
+        # which must not copy its thread.
         _store = host_store(listener, settings.timeout)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with notice_sets_flag(processes):
@@ -151,8 +152,8 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
 def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
 ) -> Report:
-    """Returns None when every rank has reported that it is done, else what the first that failed
-    has reported; a text has its rank above it, and the table of last actions below."""
+    """Returns None when every rank has reported that it is done, else the report of the first that
+    failed. A text gets a line with its rank above it, and the table of last actions below."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     failures: list[tuple[float, int, Report]] = []  # when, who, and how
     limit = None  # until the first report
@@ -162,8 +163,8 @@ def watch(
             when, report = _received(pipe, processes[rank])
             if report is not None:
                 failures.append((when, rank, report))
-        # One rank is done only after all have met at the final barrier. One that has lost another
-        # may say so before the system has closed the pipe of the other.
+        # A rank is done only after all have met at the final barrier. A rank that has lost another
+        # may say so before the system has closed the other's pipe.
         limit = SEEN if failures else timeout
     if silent and not failures:
         failures.append((0.0, min(silent.values()), "It does not answer.\n"))
@@ -178,8 +179,8 @@ def watch(
 
 
 def _received(pipe: Any, process: Any) -> tuple[float, Report]:
-    """When a rank ended (time.monotonic), and its report. If it died without one, how; before all
-    that reported, who may have lost their connection to it."""
+    """When a rank ended (time.monotonic), and its report. If it died without one: how, at time 0,
+    before ranks that reported, since these may have lost their connection to it."""
     report: tuple[float, Report] | None = None
     with suppress(EOFError, OSError):  # the latter: it died in the middle of its report
         report = pipe.recv()
@@ -206,8 +207,8 @@ def _rank_main(
     """The main of a rank that the program starts. Reports how it has ended."""
     _end_with_parent()
     open_streams()
-    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Notice ends a
-    # rank at once, also while it waits in C, until `notice_sets_flag`.
+    # A terminal sends Ctrl-C to all its processes, but the program ends the ranks. Until
+    # `notice_sets_flag`, notice ends a rank at once, even while it waits in C.
     set_handlers(TERMINAL_SIGNALS, signal.SIG_IGN)
     set_handlers(NOTICE_SIGNALS, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
@@ -239,7 +240,7 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
         set_handlers([signal.SIGTERM], signal.SIG_IGN)  # torchrun ends this rank, too
-        failed = None if last[local_rank].is_wait else rank  # it waited in vain, or not
+        failed = None if last[local_rank].is_wait else rank  # None: it waited in vain
         say(table(last, rank - local_rank, failed))
         time.sleep(SEEN)
         leave("", 1)
@@ -266,7 +267,7 @@ def _run_rank(
         pin(cores)
         torch.set_num_threads(len(cores))
         _keep_freed_memory()
-    # A store whose host is stopped accepts connections, and keeps who asks it waiting for ever.
+    # A store whose host is stopped accepts connections, but never answers.
     signal.alarm(math.ceil(2 * settings.timeout))  # then the system ends this rank
     store = store_of()
     backend = agree_on_backend(store, world.rank, world.world_size, gpu)
@@ -284,10 +285,10 @@ def _run_rank(
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep the blocks below 32 MiB that this process frees. It would return many to the
-    system after each step and take them back in the next, page by page. Larger ones go back: kept,
-    they would be cut up, and the next large block would take new memory (docs/log.md). Not for
-    workers that are threads, since each would keep its own."""
+    """Has glibc keep the blocks below 32 MiB that this process frees. Otherwise it would return
+    many to the system after each step and take them back in the next, page by page. Larger ones go
+    back: kept, they would be cut up, and the next large block would take new memory (docs/log.md).
+    Not for workers that are threads, since each would keep its own."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD

@@ -5,7 +5,7 @@ starts the ranks hosts it, on a socket that it has bound to 127.0.0.1 before.
 
 torchrun has a store, too, and keeps it for all its attempts. Restarted ranks would find addresses
 of the attempt before, and connect to ranks that are gone. On one host the number of the attempt
-keeps them apart; the counts of several hosts differ (TORCHELASTIC_RESTART_COUNT). With
+(TORCHELASTIC_RESTART_COUNT) keeps them apart; several hosts count differently. With
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun opens a new store for every attempt: several hosts
 that may restart are refused without it.
 """
@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .errors import RunError, UserError
 
-PORT = 11868  # of ranks that nobody gives a store
+PORT = 11868  # for ranks that are given no store
 LOOPBACK = "127.0.0.1"
 
 
@@ -73,13 +73,13 @@ def connect(port: int, timeout: float) -> Any:
 
 def stay_on_interface_to(host: str) -> None:
     """Makes ranks communicate over the interface that reaches `host`: loopback on one machine, the
-    one that reaches torchrun's store on several, whatever their hostnames resolve to; or over that
-    which the user has chosen."""
+    one that reaches torchrun's store on several, whatever their hostnames resolve to; or over the
+    one that the user has chosen."""
     # Without a route torch chooses.
     with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # sends nothing: only looks up the route
         if host != LOOPBACK and probe.getpeername()[0].startswith("127."):  # Debian: its own name
-            probe.connect(("192.0.2.1", 1))  # no machine (RFC 5737): by the default route
+            probe.connect(("192.0.2.1", 1))  # no machine has it (RFC 5737): the default route
         own_address = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if own_address in [address.address for address in addresses]:
@@ -89,8 +89,8 @@ def stay_on_interface_to(host: str) -> None:
 
 
 def agree_on_backend(store: Any, rank: int, world_size: int, gpu: str) -> str:
-    """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
-    that they need not wait for the GPUs; gloo alone otherwise. All ranks call it together.
+    """NCCL if every rank has its own GPU, and gloo for what their hosts tell each other, so that
+    these need not wait for the GPUs; gloo alone otherwise. All ranks call it together.
 
     Args:
         gpu: the UUID of this rank's GPU; empty without one. How many GPUs a rank sees does not tell

@@ -1,5 +1,5 @@
 """What a signal does to a process: Ctrl-C, SIGHUP when the terminal closes, and notice, which a
-scheduler gives before it takes a machine away: SIGTERM, SIGUSR1 (Slurm as asked, SGE), SIGUSR2
+scheduler gives before it takes a machine away: SIGTERM, SIGUSR1 (Slurm if asked, SGE), SIGUSR2
 (submitit, SGE, LSF) or SIGXCPU (time is used up).
 
     process                    at Ctrl-C, SIGHUP           at notice, while it trains
@@ -10,16 +10,16 @@ scheduler gives before it takes a machine away: SIGTERM, SIGUSR1 (Slurm as asked
                                ends it
     a rank of torchrun         ends                        the same
 
-Before and after the training notice ends a process like any other signal. A signal that is ignored,
-as under nohup, stays ignored. Each part of a program sets its own handlers (`handlers`), and
-restores those of the part around it when it is left.
+Before and after the training, notice ends a process like any other signal. A signal that is
+ignored, as under nohup, stays ignored. Each part of a program sets its own handlers (`handlers`),
+and restores those of the part around it when it is left.
 
 A scheduler kills all processes soon after its notice, often within two minutes. What was computed
 since the last checkpoint is lost unless all ranks save it now, after the same step; and the signal
-may reach only one of them. So it only sets a flag. At the end of a step the ranks sum their flags,
-in the all-reduce that they make anyway (training/optimization.py); so all see it after the same
-step, save and end. The epoch's checkpoint precedes its evaluation: there a rank just ends. A second
-SIGTERM ends a process at once.
+may reach only one of them. So notice only sets a flag. At the end of a step the ranks sum their
+flags, in the all-reduce that they make anyway (training/optimization.py); so all see it after the
+same step, save and end. The epoch's checkpoint precedes its evaluation, so there a rank just ends.
+A second SIGTERM ends a process at once.
 
 This module does not import torch: it is the first that a program needs.
 """
@@ -62,7 +62,8 @@ def die_with_parent() -> None:
 class Ended(RunError):  # noqa: N818 (nothing failed)
     """The run has ended early because it was asked to. Its status, 75, says: try again later. On
     one host torchrun gets 0, since it restarts ranks that end with any other status. On several
-    that is right: hosts without notice go on without the one that is taken away, if they may."""
+    a restart is right: hosts without notice go on without the one that is taken away, if they
+    may."""
 
     @property
     def status(self) -> int:  # type: ignore[override]
@@ -71,8 +72,8 @@ class Ended(RunError):  # noqa: N818 (nothing failed)
 
 
 def set_handlers(numbers: Sequence[int], handler: Any) -> dict[int, Any]:
-    """From now on the handler is called with each of these signals that is not ignored; or the
-    system ends the process (SIG_DFL), or nothing happens (SIG_IGN). Returns the handlers before."""
+    """Sets the handler of each of these signals that is not ignored: a function, or SIG_DFL (the
+    system ends the process) or SIG_IGN (nothing happens). Returns the previous handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
     for number, earlier in before.items():
         if earlier is not signal.SIG_IGN:
@@ -110,7 +111,7 @@ def notice_sets_flag(processes: Sequence[Any] = ()) -> Iterator[None]:
         since = NOTICES_GIVEN.setdefault(number, time.monotonic())
         if number == signal.SIGTERM and time.monotonic() > since + TOGETHER:
             end_process(number)
-        for process in processes if is_first else ():  # a second might meet them at their end
+        for process in processes if is_first else ():  # a second one might hit them at their end
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
 
@@ -123,8 +124,8 @@ def notice_sets_flag(processes: Sequence[Any] = ()) -> Iterator[None]:
 
 @contextmanager
 def notice_raises() -> Iterator[None]:
-    """Within it a notice raises Ended. A rank that waits for one that has ended so, and loses its
-    connection, raises Ended, too, if it was given notice: its own is handled before its error."""
+    """Within it a notice raises Ended. If a rank loses its connection to one that has ended so, it
+    raises Ended, too, if it was given notice: the notice is handled before the error."""
 
     def raise_ended(number: int, _: object) -> None:
         if not NOTICES_GIVEN:

@@ -31,7 +31,7 @@ _BEAT = 0.1  # seconds between signs of life: less than any time-out
 @dataclass(frozen=True)
 class World:
     """A rank among others, or a process that is alone in its run. All ranks call the methods
-    together, and while one waits there, that is its last action. `local_rank` counts on this
+    together, and a wait there is noted as a rank's last action. `local_rank` counts on this
     machine, `rank` over all machines; `last` is this process' last action.
 
     `group` is the process group in which the ranks meet; None: there is none, or the default one.
@@ -51,8 +51,8 @@ class World:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Runs work() on rank 0 while the others wait, however long it takes. Returns on every rank
-        what it returned. `work` must not communicate. If it raises UserError or RunError, all ranks
-        raise it."""
+        what work() returned. `work` must not communicate. If it raises UserError or RunError, all
+        ranks raise it."""
         (result,) = self._on_some(self.is_main, work)
         return result
 
@@ -61,9 +61,9 @@ class World:
         self._on_some(self.local_rank == 0, lambda: bool(work()))
 
     def _on_some(self, chosen: bool, work: Callable[[], T]) -> list[T]:
-        """Runs work() where this rank is `chosen`, until it has ended on all; returns all results.
-        Meanwhile a thread of each rank tells the others again and again whether this one has ended:
-        so all wait, and notice one that is gone."""
+        """Runs work() if this rank is `chosen`, waits until it has ended on all, and returns all
+        results. Meanwhile a thread of each rank tells the others again and again whether this rank
+        has ended: so all wait, and notice a rank that is gone."""
         if self.world_size == 1:
             return [work()]
         results: list[T | UserError | RunError] = []
@@ -114,8 +114,8 @@ class World:
 
     def apart(self, seconds: float) -> World:
         """The same ranks in a separate group on the CPU, with a time-out of `seconds`: what they do
-        there may run beside what they do here. It is for checkpoints: the
-        time-outs of steps leave it as it is."""
+        there may overlap with what they do here. It is for checkpoints: the time-outs of steps do
+        not apply to it."""
         if self.world_size == 1:
             return self
         limit = timedelta(seconds=seconds)
@@ -142,7 +142,7 @@ def quiet_libraries() -> None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "true",
-        # oneDNN keeps what it compiled for each of the last 1,024 shapes, and batches of like
+        # oneDNN keeps what it compiled for each of the last 1,024 shapes, and batches of similar
         # lengths have many: a bf16 run of gpt2-mini grew to 3 GB a rank. With 32: 0.7 GB, as fast.
         "LRU_CACHE_CAPACITY": "32",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",

@@ -1,9 +1,9 @@
 """Sequences cut over the ranks of a context axis, for layouts on a mesh.
 
-Every rank of the axis gets the same micro-batches and takes its positions of them, by their global
-numbers: token ids, the labels of targets, and the numbers themselves, which embeddings and dropout
-go by. So the label of a stretch's last position is the first token of the next stretch, which
-another rank has, and the loss of a rank is the sum over its own targets.
+Every rank of the axis gets the same micro-batches and takes its own positions of them: token ids,
+labels of targets, and the positions' global numbers, which embeddings and dropout go by. So a rank
+has the label of its stretch's last position, which is the first token of another rank's stretch,
+and the loss of a rank is the sum over its own targets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LABEL = -1
 
 
 def attend_across(layers: list[nn.Module], ranks: Communicator, kind: str) -> None:
-    """Tells layers that need all positions of a sequence how they meet."""
+    """Tells layers that need all positions of a sequence how to meet other ranks."""
     for layer in layers:
         if isinstance(layer, Attention):
             layer.across_ranks = partial(ATTENTION[kind], ranks)
@@ -40,8 +40,8 @@ def own_positions(
     x: Sequences, labels: Tensor, ranks: Communicator, tensor_ranks: int = 1
 ) -> tuple[Sequences, Tensor]:
     """This rank's positions of a micro-batch, and the labels of the targets among them. It is
-    padded, so that every rank has as many, and `tensor_ranks` can share them again. The host waits
-    for a GPU only if some positions have no target."""
+    padded, so that ranks have equally many, and `tensor_ranks` can divide them again. The host
+    waits for a GPU only if some positions have no target."""
     B, T = x.hidden.shape
     assert x.targets is not None
     targets = numbers_of_targets(x.targets) if x.targets.dim() == 2 else x.targets
@@ -54,7 +54,7 @@ def own_positions(
         own_targets = torch.arange(len(own_labels), device=own_labels.device)
     else:
         own_targets = (own_labels != NO_LABEL).nonzero()[:, 0]
-    keys = mixed(x.keys, 0, ranks.rank) if isinstance(x.keys, int) else x.keys  # to draw from
+    keys = mixed(x.keys, 0, ranks.rank) if isinstance(x.keys, int) else x.keys  # a seed
     x = x._replace(hidden=ids, targets=own_targets, keys=keys, positions=positions)
     return x, own_labels[own_targets]
 

@@ -6,7 +6,7 @@ computes the loss, so the labels travel with the input, as `Sequences.labels`. A
 every rank holds whole is counted once in norms; with sequence parallelism its gradient is summed
 over the ranks.
 
-Ranks of the expert axis share the experts of every layer (experts/): of these each holds some.
+Ranks of the expert axis share the experts of every layer (experts/): each holds some of them.
 Ranks of the context axis take their positions of the same micro-batches (context.py).
 
 On an axis with one rank nothing changes.
@@ -72,7 +72,7 @@ class CutTask:
         return layers
 
     def _sharers(self, training: bool) -> int:  # noqa: ARG002
-        """Over how many ranks the positions of one rank of the context axis are cut again."""
+        """How many ranks divide the positions of one rank of the context axis again."""
         return 1
 
     def initialize(self, name: str, p: Tensor) -> None:
@@ -101,13 +101,13 @@ class CutTask:
         return loss
 
     def measure(self, logits: Tensor, target: Any) -> Tensor | None:
-        """The task's `measure`, from what the last layer returned in evaluation. None but on the
-        first of the tensor ranks."""
+        """The task's `measure`, from what the last layer returned in evaluation. None except on
+        the first of the tensor ranks."""
         measures: Tensor = self.task.measure(logits, target)
         return measures
 
     def logits(self, own_logits: Tensor) -> Tensor | None:
-        """All logits [N, V], for a comparison; None but on the first of the tensor ranks."""
+        """All logits [N, V], for a comparison; None except on the first of the tensor ranks."""
         return own_logits
 
     def argmax(self, own_logits: Tensor, num_tokens: int) -> Tensor:
@@ -115,7 +115,7 @@ class CutTask:
         return greedy(own_logits, num_tokens)
 
     def cut(self, held: Iterable[Held]) -> list[Held]:
-        """The same rectangles of this rank's shards, as rectangles of the whole parameters."""
+        """Rectangles of this rank's shards, as rectangles of the whole parameters."""
         rectangles = []
         for x in held:
             shard = self.shards.get(x.name)
@@ -127,7 +127,8 @@ class CutTask:
         return rectangles
 
     def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
-        """Makes the gradients of parameters equal that all tensor ranks hold whole: here one."""
+        """Makes gradients equal on all tensor ranks, if all hold a parameter whole. Here there is
+        one rank."""
 
 
 class TensorCutTask(CutTask):
@@ -135,7 +136,7 @@ class TensorCutTask(CutTask):
     logits of this rank's rows of the head.
 
     Attributes:
-        head: this rank's rows of it.
+        head: this rank's rows of the head.
         sequence_parallel: between the matrices each rank has some of the positions.
     """
 
@@ -164,11 +165,11 @@ class TensorCutTask(CutTask):
         return x._replace(labels=target)
 
     def loss(self, loss: Tensor, target: Any) -> Tensor:  # noqa: ARG002
-        """It is there."""
+        """The last layer has computed it."""
         return loss
 
     def measure(self, measures: Tensor, target: Any) -> Tensor | None:  # noqa: ARG002
-        """They are there, on every rank."""
+        """The last layer has computed them, on every rank."""
         return measures if self.tensor_ranks.rank == 0 else None
 
     def logits(self, own_logits: Tensor) -> Tensor | None:
@@ -182,13 +183,14 @@ class TensorCutTask(CutTask):
 
     @torch.no_grad()
     def equalize(self, parameters: Iterable[nn.Parameter], replicas: int) -> None:
-        """Makes the gradients of parameters equal that all tensor ranks hold whole, after this many
-        replicas have added up theirs.
+        """Makes gradients equal on all tensor ranks, if all hold a parameter whole. Call it after
+        `replicas` replicas have added up theirs.
 
-        With sequence parallelism each rank has used them on its own positions: their gradients are
-        summed, in the order of the ranks. Otherwise all have the same, but each was added up over
-        replicas in a group of its own. With three or more the order of the addition decides the
-        last bits, and NCCL chooses one for each group: all take the first rank's.
+        With sequence parallelism each rank has used the parameters on its own positions: their
+        gradients are summed, in the order of the ranks. Otherwise all have the same gradients, but
+        each was added up over replicas in a different group. With three or more replicas the order
+        of addition decides the last bits, and NCCL chooses one for each group: all take the first
+        rank's.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and (self.sequence_parallel or replicas > 2):

@@ -1,4 +1,4 @@
-"""A model laid out over the ranks, as the training loop sees it; and what a layout is made by.
+"""A model laid out over the ranks, as the training loop sees it; and what a layout is made from.
 
 Problem: the model may be whole on every rank, cut into shards, or cut into stages, and the loop
 must not care. A program that needs one layout should not import the others.
@@ -10,7 +10,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     replicated.py   one process, or the whole model on every rank    Replicated
     sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
     stages.py       stages in processes                              Staged
-    on_mesh.py      what these two have in common                    MeshLayout
+    on_mesh.py      what the last two have in common                 MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
 What a rank holds is one list of records, `Held`, and what follows backward goes by it: clipping by
@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # an interface brings in no task
 class Held:
     """A rectangle of one of the model's tensors, which this rank holds.
 
-    Each element of the model's gradient is counted once in its norm. A rank that holds it when the
-    update begins counts it (`counts`) by what the others hold:
+    Each element of the model's gradient is counted once in its norm. Which of the ranks that hold
+    it when the update begins counts it (`counts`) depends on how it is held:
 
         whole on W replicas          the parameters are dealt out: replica i % W counts the i-th
         in shards over replicas      each rank its shard
@@ -102,8 +102,8 @@ class Held:
 
     @property
     def label(self) -> str:
-        """The name, and which rectangle it is if it is not the whole, as w[0:2, 4:8]: shards that
-        begin alike may end elsewhere."""
+        """The name, and which rectangle it is if it is not the whole, as w[0:2, 4:8]: shards with
+        the same beginning may have different ends."""
         if self.tensor.shape == self.shape:
             return self.name
         sides = zip(self.offsets, self.tensor.shape, strict=True)
@@ -111,12 +111,12 @@ class Held:
 
 
 def counts_here(is_first: bool, i: int = 0, rank: int = 0, size: int = 1) -> bool:
-    """Who adds a parameter's gradient to the norm; see `Held`.
+    """Whether this rank adds a parameter's gradient to the norm; see `Held`.
 
     Args:
-        is_first: whether this rank is the first of those of `tp` and of the stages that hold it.
-        i: its number among the parameters for which that is so.
-        rank, size: this one's place among those that hold the same when the update begins.
+        is_first: whether this rank is the first along `tp`, and of the stages that hold it.
+        i: the parameter's number among those for which that is so.
+        rank, size: this rank's place among those that hold the same when the update begins.
     """
     return is_first and i % size == rank
 
@@ -135,8 +135,8 @@ def state_bytes(
 
 
 def parameters_of(held: Iterable[Held], axis: str | None = None) -> list[nn.Parameter]:
-    """The parameters of records, each once, in their order: all, or those of which ranks along an
-    axis hold the same."""
+    """The parameters of records, each once, in their order: all, or those that ranks along `axis`
+    hold alike."""
     chosen = (x.parameter for x in held if axis is None or axis in x.replicas)
     return list(dict.fromkeys(p for p in chosen if p is not None))
 
@@ -147,11 +147,11 @@ class LaidOutModel(ABC):
     Attributes:
         world: who this rank is.
         held: what this rank holds and its optimizers update.
-        replicated: what is compared with its replicas, if it is not that.
+        replicated: what is compared with its replicas, if it is not `held`.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
         mask_rank: its place among ranks that have the same examples, and draw different masks.
         description: how the model is laid out, in words.
-        modules: of this rank's layers; `evaluating` switches their mode.
+        modules: those of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
         schedule: of the stages, even of a single one; None: there are no stages.
@@ -159,7 +159,7 @@ class LaidOutModel(ABC):
             writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.
         optimizers: of what this rank holds; each parameter is in one of them.
-        devices: that this rank computes on.
+        devices: those that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
         stage_sizes: layers, or blocks, of each stage, if there are several.
     """
@@ -192,12 +192,12 @@ class LaidOutModel(ABC):
         """
 
     def average_gradients(self, module: nn.Module | None) -> None:  # noqa: B027
-        """Call it with `module` after `backward`. Most layouts combine gradients there."""
+        """Call it with `module` after `backward`, where most layouts have combined gradients."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Puts this rank's layers into evaluation mode, and computes no gradients. Validation and
-        generation run inside it, for as long as they take: to switch takes as long as a layer."""
+        generation run inside it as a whole: switching takes as long as a layer."""
         for module in self.modules:
             module.eval()
         try:
@@ -206,7 +206,7 @@ class LaidOutModel(ABC):
         finally:
             for module in self.modules:
                 module.train()
-            return_freed_memory()  # its blocks are not those of a step
+            return_freed_memory()  # its blocks are not those of a step: sizes differ
 
     @abstractmethod
     def outputs(self, x: Any) -> Tensor | None:
@@ -231,35 +231,35 @@ class LaidOutModel(ABC):
 
     @property
     def evaluated_microbatches(self) -> int | None:
-        """Into how many a part is cut whose validation batches are `measure`d."""
+        """The number of micro-batches that a part of the batch is cut into for `measure`."""
         return self.num_microbatches
 
     @property
     def sentences(self) -> tuple[int, int]:
-        """Which sentences it translates; see `training.tasks.task.Translator`. Each is for the
-        ranks that hold one model together."""
+        """Which sentences it translates; see `training.tasks.task.Translator`. The ranks
+        that hold one model together have the same."""
         return self.dp_rank, self.dp_size
 
     @property
     def counted(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this rank adds to the global norm. Those of biases of
-        routers are counts, and no gradients."""
+        """The parameters whose gradients this rank adds to the global norm. Biases of routers
+        are left out: their gradients are counts."""
         return parameters_of(x for x in self.held if x.counts and not is_bias_of_router(x.name))
 
     @property
     def layer_ranks(self) -> Any:
         """A `Communicator` of the ranks that have the same layers, or pieces of them; None: of this
-        rank alone. (Programs without ranks do not import it.)"""
+        rank alone. (Programs without ranks do not import `Communicator`.)"""
         return None
 
     def arrange_optimizers(self) -> None:
-        """Says who computes what, where an optimizer needs whole matrices."""
+        """Decides which rank computes what, if an optimizer needs whole matrices."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
 
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
-        """What updates the weights that are held, on all ranks together."""
+        """The optimizer of the weights that are held, which acts on all ranks together."""
         self.arrange_optimizers()
         return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
 
@@ -279,7 +279,7 @@ class LaidOutModel(ABC):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a layout is made by, beside the task and the ranks.
+    """What a layout is made from, in addition to the task and the ranks.
 
     Attributes:
         args: the options of the run; a layout reads those that it has.
@@ -324,8 +324,8 @@ class Setup:
 
 
 def setup_of(args: Options, world: World, cut: Sequence[int] | None = None) -> Setup:
-    """What a layout is made by, see `Setup`. All ranks call it: they compare their clocks. It sets
-    how this process' GPU multiplies."""
+    """What a layout is made from, see `Setup`. All ranks call it together: they compare clocks. It
+    also sets how this process' GPU multiplies."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = exact

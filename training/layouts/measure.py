@@ -27,11 +27,11 @@ from .layout import Setup
 def stage_sizes(
     task: TrainingTask, world: World, setup: Setup, num_stages: int, num_microbatches: int
 ) -> list[int]:
-    """Layers per stage: as --balance says or, if it is auto, as the checkpoint's, if it had as many
-    stages, or measured. All ranks call it together.
+    """Layers per stage, as --balance says. auto: as in the checkpoint, if that had as many stages,
+    or else measured. All ranks call it together.
 
     Args:
-        num_microbatches: of a batch; of the first, the last one is what layers are timed on.
+        num_microbatches: of a batch. Layers are timed on the last one of the first batch.
     """
     balance, cut = setup.args.balance, setup.cut
     if balance == "auto" and cut is not None and len(cut) == num_stages:
@@ -53,14 +53,14 @@ def stage_sizes(
 
 
 def cut_in_words(task: TrainingTask, cut: Sequence[int]) -> str:
-    """The layers per stage, and what they are if a block, which `describe` counts, has several."""
+    """The layers per stage. If a block, which `describe` counts, has several, they are named."""
     layers = " (embedding, halves of blocks, head)" if max(task.blocks) > 1 else ""
     return f"layers per stage: {' | '.join(map(str, cut))}{layers}"
 
 
 def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list[int]:
-    """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform, and `blocks` are the
-    layers of each. Raises UserError."""
+    """Layers per stage. `balance` counts blocks, e.g. 3,5, or is uniform; `blocks` has the number
+    of layers of each. Raises UserError."""
     edges = accumulate(split_by(balance, len(blocks), num_stages, "blocks"), initial=0)
     return [sum(blocks[a:b]) for a, b in pairwise(edges)]
 
@@ -81,8 +81,8 @@ def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
 
 
 class _OneAtATime:
-    """Layers on the meta device. Iterating gives each in turn memory and values: no rank may have
-    memory for all."""
+    """Layers on the meta device. Iterating gives memory and values to one at a time: a rank may
+    lack the memory for all."""
 
     def __init__(self, task: TrainingTask, device: torch.device, dtype: torch.dtype) -> None:
         model = task.skeleton().to(dtype)

@@ -1,9 +1,9 @@
 """Layouts on a mesh: what they have in common, whether layers are in shards or in stages.
 
 The mesh's tensor axis cuts the matrices (cut.py), its data and expert axes deal the batch out, its
-context axis cuts the sequences. Ranks of the expert axis meet inside a layer, so they run as many
-micro-batches; one that has fewer runs empty ones. Losses and gradients add up over ranks of the
-context axis, as over replicas.
+context axis cuts the sequences. Ranks of the expert axis meet inside a layer, so they run equally
+many micro-batches; a rank that has fewer runs empty ones. Losses and gradients add up over ranks of
+the context axis, as over replicas.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MeshLayout(LaidOutModel):
 
     @property
     def layer_ranks(self) -> Communicator | None:
-        """All but those of other stages."""
+        """All ranks except those of other stages."""
         group = self.mesh[LAYER_AXES].group
         return Communicator(group) if group is not None else None
 
@@ -77,7 +77,7 @@ class MeshLayout(LaidOutModel):
         return EXPERT_AXES if name in self.cut_task.experts else DATA_AXES
 
     def shard_axes(self, name: str) -> tuple[str, ...]:
-        """The axes whose ranks have one copy of a parameter in shards; those along dp have more."""
+        """The axes whose ranks share one copy of a parameter in shards. Along dp it is repeated."""
         return EXPERT_SHARD_AXES if name in self.cut_task.experts else SHARD_AXES
 
     def shared_axes(self, name: str) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class MeshLayout(LaidOutModel):
         return () if name in self.cut_task.shards else ("tp",)
 
     def is_first(self, name: str) -> bool:
-        """Whether this rank is the first of those of `shared_axes`: it counts the parameter."""
+        """Whether this rank is the first along `shared_axes`, and so counts the parameter."""
         return name in self.cut_task.shards or self.mesh["tp"].rank == 0
 
     def replicas(self, *axes: str) -> tuple[str, ...]:
@@ -104,7 +104,8 @@ class MeshLayout(LaidOutModel):
         return held
 
     def filled(self, step: Step) -> Step:
-        """The step with as many micro-batches as any rank that shares its experts has."""
+        """The step, with empty micro-batches added until every rank that shares its experts has as
+        many."""
         if self.mesh["ep"].size == 1:
             return step
         number = [len(step.inputs)]
@@ -152,8 +153,8 @@ class MeshLayout(LaidOutModel):
             self.forward(None)
 
     def some_rank_goes_on(self, this_one: bool) -> bool:
-        """Whether a rank has sentences left. The ranks that meet in a forward all call it before,
-        those that have some in `next_tokens`, the others in `end`."""
+        """Whether a rank has sentences left. The ranks that meet in a forward all call it first:
+        those with sentences left in `next_tokens`, the others in `end`."""
         going, group = torch.tensor(int(this_one)), self.forward_ranks.group
         if self.forward_ranks.size > 1:
             going = going.to(control_device(group, self.devices[0]))

@@ -67,7 +67,7 @@ class Replicated(LaidOutModel):
                 layer.compile()
         self.net: nn.Module = nn.Sequential(*layers)
         segments = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
-        if args.recompute in segments:  # one micro-batch is held: it is the last
+        if args.recompute in segments:  # not except_last: the one that is held is the last
             self.net = Recomputed(layers, segments[args.recompute])
         parameters = list(self.module.named_parameters())
         self.optimizers = [setup.optimizer(parameters)]
@@ -130,7 +130,7 @@ class Replicated(LaidOutModel):
         return output
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """Every rank finds its own."""
+        """Every rank computes those of its own sentences."""
         logits = self.outputs(newest_tokens(ids, cache))  # [B, V], of the newest position
         assert logits is not None
         return greedy(logits, num_tokens)

@@ -25,8 +25,8 @@ from .on_mesh import MeshLayout
 
 
 class Sharded(MeshLayout):
-    """Parameters, gradients and optimizer state in shards over the mesh's data axes, of which ranks
-    along `dp` hold the same."""
+    """Parameters, gradients and optimizer state in shards over the mesh's axes `shards`, `ep` and
+    `cp`. Ranks along `dp` hold the same shards."""
 
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
@@ -60,15 +60,15 @@ class Sharded(MeshLayout):
         return OptimizerOfShards(self.fsdp, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
-        """All micro-batches; the sums of their gradients over ranks are started meanwhile."""
+        """Runs all micro-batches, and meanwhile starts to sum their gradients over ranks."""
         step = self.filled(step)
-        parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
+        parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # if none: it still gathers
         inputs, targets = [x for x, _ in parts], [target for _, target in parts]
         loss = self.fsdp.train_step(inputs, targets, self.cut_task.loss, step.scale())
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         # then over the tensor axis: flat shards that its other ranks have, too
         self.cut_task.equalize(parameters_of(self.held, "tp"), self.data_ranks.size)
-        # All ranks of the tensor axis have the same.
+        # All ranks of the tensor axis have the same loss.
         return loss * (step.divisor if self.mesh["tp"].rank == 0 else 0)
 
     def forward(self, x: Any) -> Tensor | None:

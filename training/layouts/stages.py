@@ -1,15 +1,15 @@
 """The layers in stages on several processes, for the training loop.
 
 Tensor and context parallelism, `ddp --ep` and `fsdp --zero 1` run here, too, with one stage. All
-losses are divided by the targets of the global batch, so all gradients add up. In this order:
+losses are divided by the targets of the global batch, so all gradients add up, in this order:
 
     1. over replicas      buckets, each when backward has filled it; with ZeRO 1 in shards
     2. over stages        tied parameters: what step 1 has left on each of their ranks, in one
                           order on all, so copies get the same bits
-    3. over tensor ranks  what all of them have whole: equal on all
+    3. over tensor ranks  parameters that all of them hold whole: made equal on all
 
-The positions of an expert come from all ranks that share experts, and so does its gradient: step 1
-is then among those ranks that have the same experts.
+The positions of an expert come from all ranks that share experts, and so does its gradient. For
+experts, step 1 is therefore over the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Staged(MeshLayout):
             self.optimizers = [setup.optimizer(self.pipe.named_parameters().items())]
 
     def shared_axes(self, name: str) -> tuple[str, ...]:
-        """That of the stages, too, if the parameter is tied."""
+        """If the parameter is tied, that of the stages, too."""
         return (*self._tied_axes(name), *super().shared_axes(name))
 
     def is_first(self, name: str) -> bool:
@@ -108,7 +108,7 @@ class Staged(MeshLayout):
         return name in self.cut_task.shards, name if self._tied_axes(name) else None
 
     def _number_of_microbatches(self) -> int | None:
-        """As asked, or as suits the mesh; None: the device."""
+        """As asked, or as suits the mesh; None: as suits the device."""
         if self.setup.args.strategy == "model":
             return 1
         # Where ranks meet inside a layer, each micro-batch costs the latency of its collectives.
@@ -128,7 +128,7 @@ class Staged(MeshLayout):
 
     def _by_replicas(self) -> list[tuple[dict[str, nn.Parameter], Axis, Axis]]:
         """This rank's parameters by name, the ranks that add up their gradients, and those of them
-        that may share one copy in shards. Experts, if ranks share them, come apart."""
+        that may share one copy in shards. Experts come separately, if ranks share them."""
         by_axes: dict[tuple[tuple[str, ...], ...], dict[str, nn.Parameter]] = {}
         for name, p in self.pipe.named_parameters().items():
             axes = self.data_axes(name), self.shard_axes(name)

@@ -108,7 +108,7 @@ class StagesInThreads(_InOneProcess):
 
     @property
     def evaluated_microbatches(self) -> int | None:
-        """One: `outputs` cuts it."""
+        """One, which `outputs` cuts."""
         return 1
 
     def outputs(self, x: Any) -> Tensor | None:
@@ -163,12 +163,12 @@ class BlocksInThreads(_InOneProcess):
         devices: Sequence[torch.device],
         split_size: int | None = None,
     ) -> None:
-        from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
+        from pipeline.model_parallel import GPT2LMHeadModelParallel  # imports transformers' models
 
         self.task, self.world, self.setup, self.devices = task, world, setup, devices
         plain: Any = whole_model(task, world.device, setup.dtype)
         self.module: Any = GPT2LMHeadModelParallel(plain.config).to(setup.dtype)
-        self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
+        self.module.load_state_dict(plain.state_dict())  # the same as in every layout
         self.layers = task.layers(self.module)  # only for next_tokens
         self.modules = [self.module, *self.layers]
         blocks, balance = range(plain.config.n_layer), setup.args.balance
@@ -189,7 +189,7 @@ class BlocksInThreads(_InOneProcess):
         self.optimizers = [setup.optimizer(self.module.named_parameters(), 0)]
 
     def _outputs(self, x: Sequences) -> Tensor:
-        """[N, V]; or with labels [1, 3], as of `training.tasks.gpt2.Head`."""
+        """[N, V]; or with labels [1, 3], as from `training.tasks.gpt2.Head`."""
         hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
         assert x.targets is not None
         hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
@@ -203,7 +203,7 @@ class BlocksInThreads(_InOneProcess):
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
         with self.setup.autocast(self.devices[0]):
             loss = self.task.loss(self._outputs(x), target)
-        (loss / step.divisor).backward()  # of the blocks: on the workers
+        (loss / step.divisor).backward()  # of the blocks: that runs on the workers
         return loss.detach()
 
     def outputs(self, x: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The cache of keys and values of sentences that are continued.
+"""The cache of keys and values for generation: of sentences that are continued.
 
 Sentences are aligned at their ends, so that all grow in the same column, and there is room to grow:
 
@@ -28,7 +28,7 @@ class Cache:
     layers.
 
     Args:
-        prompts: the number of each row's prompt.
+        prompts: the index of each row's prompt.
         lengths: of these prompts, in tokens.
 
     Attributes:

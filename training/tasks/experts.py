@@ -4,8 +4,8 @@
 
 The task makes the model and adds the balance loss (experts/routing.py) to its own. What the layers
 need for it travels with the micro-batch, as `Sequences.balance`: so the balance loss passes stages,
-shards and recomputation as activations do, and its gradient is scaled as the loss is. It is in no
-loss that is reported: it adds a gradient to the loss, and no value.
+shards and recomputation as activations do, and its gradient is scaled as the loss is. No
+reported loss includes it: it adds a gradient to the loss, but no value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RoutedFeedForward(FeedForward):
     """The second half of a block, with experts.
 
     Args:
-        balance, z: weights of the balance loss, where there are no biases, and of the router's z.
+        balance, z: weights of the balance loss, unused with biases, and of the router's z-loss.
 
     Attributes:
         contexts: the ranks that have different positions of the same sequences.
@@ -46,7 +46,7 @@ class RoutedFeedForward(FeedForward):
         self.balance, self.z = balance, z
 
     def forward(self, x: Sequences) -> Sequences:
-        """The residual, and what the layers add to the loss, with this one's."""
+        """The residual, and what the layers add to the loss, this one included."""
         y, choice = self.mlp(self.ln_2(x.hidden))
         hidden = x.hidden + self.drop(y, self.mlp.dropout.p, x)
         if x.balance is None:  # no training
@@ -60,7 +60,7 @@ class RoutedFeedForward(FeedForward):
         if bias is not None:
             total = total + (bias * excess(chosen, bias)).sum()
         else:
-            if self.contexts is not None:  # of probabilities, each rank has an addend of the loss
+            if self.contexts is not None:  # each rank's probabilities give an addend of the loss
                 chosen = self.contexts.all_reduce(chosen)
             of_sequences = balance_loss(chosen, probabilities, lengths, self.mlp.top_k)  # B
             total = total + self.balance * (of_sequences * targets).sum()
@@ -77,7 +77,7 @@ class Balanced(NamedTuple):
 
 
 class BalancedHead(nn.Module):
-    """A head that hands on what the layers add to the loss, beside its logits."""
+    """A head that returns, with its logits, what the layers add to the loss."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ExpertTask(SequenceTask):
     """What experts change in a task of sequences; the tasks are below."""
 
     def skeleton(self) -> Any:
-        """With experts, all of them, on the meta device."""
+        """The model with all its experts, on the meta device."""
         model, args = super().skeleton(), self.args
         for block in model.transformer.h:
             inner = args.shared_experts * block.mlp.c_fc.nf  # side by side they are one MLP
@@ -104,7 +104,7 @@ class ExpertTask(SequenceTask):
         return model
 
     def layers(self, model: Any) -> list[Any]:
-        """The same layers; those with experts route."""
+        """GPT-2's layers, in which MLPs route positions to experts."""
         layers = gpt2_layers(model)
         for k, block in enumerate(model.transformer.h):
             weights = self.args.balance_coefficient, self.args.router_z
@@ -118,7 +118,7 @@ class ExpertTask(SequenceTask):
         return super().loss(output.logits, target) + (output.added - output.added.detach())
 
     def empty(self) -> tuple[Sequences, Tensor]:
-        """A micro-batch of no sequences, and its labels, for a rank that has no other."""
+        """A micro-batch of no sequences, and its labels, for a rank that has none left."""
         ids = torch.zeros(0, 1, dtype=torch.long)
         none = ids[:, 0]
         x = Sequences(ids, none, none, balance=Balance(none, none, torch.zeros(())))

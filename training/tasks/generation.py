@@ -33,14 +33,14 @@ from .task import Translator, rectangles
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
-# As Unicode's names of their letters begin.
+# The first words of Unicode's names of their letters.
 SCRIPTS_WITHOUT_SPACES = (
     "CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "YI",
 )  # fmt: skip
 
 
 def greedy(logits: Tensor, num_tokens: int) -> Tensor:
-    """The most probable tokens, B, from logits B V. Logits beyond `num_tokens` belong to none."""
+    """The most probable tokens, B, from logits B V. Logits from `num_tokens` on belong to none."""
     return logits[:, :num_tokens].argmax(-1)
 
 
@@ -61,9 +61,9 @@ def continue_all(
     Args:
         tokenizer: its end token ends a continuation, and is not in it.
         most: maximum number of new tokens per prompt. With 0 or less there are none.
-        positions: at most, of prompts of similar lengths that are continued together.
-        cached: their cache has room for at most `cached` times as many positions.
-        bar: the text of a line that moves on a terminal; None shows none.
+        positions: the most of a batch, whose prompts have similar lengths.
+        cached: a batch's cache has room for at most `cached` times as many positions.
+        bar: the text of a progress bar; None shows none.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     order = [i for i in range(len(prompts)) if most[i] > 0]
@@ -112,8 +112,8 @@ def evaluate_bleu(
 
 
 def bleu_tokenizer(references: Iterable[str]) -> str:
-    """The name of sacrebleu's tokenizer for these texts. BLEU counts words, and where a script has
-    no spaces between them a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
+    """The name of sacrebleu's tokenizer for these texts. BLEU counts words, and in a script without
+    spaces a whole sentence would be one. So: "zh" for Chinese; "char" (a letter is
     a word) for Japanese, Thai and other such scripts; "13a", the usual one, for the rest. The
     letters decide, since a column of translations may have any name."""
     scripts = Counter[str]()

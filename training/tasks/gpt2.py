@@ -56,13 +56,13 @@ PRESETS = {
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
-# Of the fields of a GPT2Config that change what is computed: those with one value here.
+# Fields of a GPT2Config that change what is computed, and that have only this value here.
 COMPUTED = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "is_causal": True,
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 VOCAB_MULTIPLE = 64  # matrix units prefer it
-MEASURED_AT_ONCE = 1 << 22  # in evaluation
+MEASURED_AT_ONCE = 1 << 22  # logits, in evaluation
 
 
 def round_vocab(size: int) -> int:
@@ -71,7 +71,7 @@ def round_vocab(size: int) -> int:
 
 
 def gpt2_size(preset: str, **given: int | None) -> dict[str, int]:
-    """The n_layer, n_embd and n_head of a preset, where they are not given.
+    """The n_layer, n_embd and n_head of a preset, except those that are given.
 
     Raises:
         UserError: the heads do not divide the width.
@@ -138,15 +138,16 @@ class Sequences(NamedTuple):
         targets: where logits are wanted, [N]: the positions' numbers among all B T. Or, where a
             batch is to be cut along B, weights [B, T], not 0 at targets. None: everywhere.
         keys: one per example, for dropout (runtime/dropout.py).
-        labels: [N], the tokens to predict, or [B, T] beside weights. A head that is fused with the
-            loss needs them (tensor_parallel/gpt2.py), and in evaluation every head.
-        cache: of this process, where sentences are continued.
-        positions: [T], their numbers in the sequence, where other ranks have other positions
+        labels: [N], the tokens to predict; [B, T] if `targets` are weights. A head that is fused
+            with the loss needs them (tensor_parallel/gpt2.py), and in evaluation every head.
+        cache: that of this process, if sentences are continued.
+        positions: [T], their numbers in the sequence, if other ranks have different positions
             (layouts/context.py). None: this process has all of them.
-        balance: in training, what experts add to the loss, and from what (experts/routing.py).
+        balance: in training, what experts add to the loss, and what that is computed from
+            (experts/routing.py).
         starts: [B, T], where the document of each position starts in its row, if none sees another
-            (runtime/documents.py): of all positions, also where other ranks have some. None: each
-            row is one document.
+            (runtime/documents.py): of all positions, even those of other ranks. None: each row is
+            one document.
     """
 
     hidden: Tensor
@@ -171,7 +172,7 @@ class Layer(nn.Module):
 
     Attributes:
         shard: this rank's place on the tensor-parallel axis: which heads it has.
-        sequence_parallel: in training it also has that part of the positions
+        sequence_parallel: in training it also has only this rank's part of the positions
             (tensor_parallel/gpt2.py).
     """
 
@@ -211,7 +212,7 @@ class Embedding(Layer):
             positions = torch.arange(positions, positions + hidden.size(1), device=hidden.device)
         if x.starts is not None:  # each document counts its own
             positions = positions - starts_at(x.starts, positions)  # [B, T]
-        # What pads may be beyond the model's last position, and nothing sees it.
+        # Padding may lie beyond the model's last position; nothing sees it.
         positions = positions.clamp(max=self.wpe.num_embeddings - 1)
         return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x))
 
@@ -220,7 +221,7 @@ class Attention(Layer):
     """The first half of a block: norm, attention, residual.
 
     Attributes:
-        across_ranks: computes attention where other ranks have other positions.
+        across_ranks: computes attention if other ranks have different positions.
     """
 
     across_ranks: Callable[..., Tensor]
@@ -232,7 +233,7 @@ class Attention(Layer):
 
     def forward(self, x: Sequences) -> Sequences:
         attn, mask = self.attn, None
-        qkv = attn.c_attn(self.ln_1(x.hidden))  # all T, even of hidden states that are a part
+        qkv = attn.c_attn(self.ln_1(x.hidden))  # all T, even if hidden states are a part of them
         B, T, width = qkv.shape  # of this rank's heads H, 3 H E
         qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)  # B T 3 H E
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
@@ -280,8 +281,8 @@ class Head(nn.Module):
 
 
 def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
-    """Hidden states B T C at the `targets` of `Sequences`: N C. To count weights, the host waits
-    for a GPU."""
+    """Hidden states B T C at the `targets` of `Sequences`: N C. With weights, the host waits
+    for a GPU to count them."""
     if targets.dim() == 2:
         targets = numbers_of_targets(targets)
     hidden = hidden.flatten(0, 1)

@@ -12,8 +12,8 @@ A sequence holds several documents, or a part of a long one. With --documents ap
 another: a document begins with the end token before it, which predicts its first token, and ends
 with the end token behind it, which its last token predicts. So no target is lost, and none depends
 on another document; positions count from 0 in each (runtime/documents.py has the attention). A
-document that a sequence's end cuts begins anew in the next one. With --documents together, as in
-GPT-2 itself, a token attends to earlier documents and sees the end token between them.
+document that a sequence's end cuts begins anew in the next sequence. With --documents together, as
+in GPT-2 itself, a token attends to earlier documents and sees the end token between them.
 
 What the layers must know is the start of each position's document. The task finds it in the token
 ids, and it travels with them, as `Sequences.starts`, through stages, shards and recomputation.
@@ -45,7 +45,7 @@ from .tokens import AT_ONCE, TEXTS_AT_ONCE, Stream, Tokens, evenly, groups, toke
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
-PIECES_FOR_BPE = 1 << 14  # of some thousand letters, that a tokenizer learns from
+PIECES_FOR_BPE = 1 << 14  # pieces, of some thousand letters, that a tokenizer learns from
 HELD_OUT = 20  # one part in this number is held out for validation
 
 
@@ -87,7 +87,7 @@ class LanguageTask(SequenceTask):
             return None
         is_end = ids == self.tokenizer.convert_tokens_to_ids(END)
         starts = torch.where(is_end, torch.arange(ids.size(1)), 0).cummax(1).values
-        return starts if starts.any() else None  # rows of one document are causal
+        return starts if starts.any() else None  # None: each row is one document
 
     def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter. Without a validation split,
@@ -125,8 +125,8 @@ class LanguageTask(SequenceTask):
         return Score(math.exp(min(loss, 700)), generated)
 
     def _prompts(self) -> list[list[int]]:
-        """Sample prompts: beginnings of sequences of the validation split, without documents that
-        the last one there does not see."""
+        """Sample prompts: beginnings of sequences of the validation split. If documents are apart,
+        only the last document of each."""
         room = min(PROMPT, self.args.model_max_length // 2)
         shown = islice(self.examples["validation"], SHOWN) if room else ()
         prompts = [[int(t) for t in example.ids[:room]] for example in shown]

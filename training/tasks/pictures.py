@@ -2,7 +2,7 @@
 
     builtin          rows, columns and checkerboards, drawn from a fixed seed
     a folder         Parquet files, or pictures in folders train/CLASS/ and test/CLASS/
-    anything else    the name of a dataset on the hub, as uoft-cs/cifar10
+    anything else    the name of a dataset on the hub, e.g. uoft-cs/cifar10
 
 A dataset needs a column of images (img or image) and one of labels with named classes. Pictures are
 kept as bytes, a quarter of the memory, and become floats batch by batch.
@@ -30,7 +30,7 @@ from training.launch.errors import UserError, listed
 from .text_files import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
 SIZE = 32  # pixels of an edge
-BUILTIN_SEED = 1234  # the same pictures whatever --seed is, as the built-in text
+BUILTIN_SEED = 1234  # whatever --seed is, the pictures are the same, like the built-in text
 _DRAWN = (5000, 1000)  # built-in pictures to train and to test, if all are asked for
 Array = np.ndarray[Any, np.dtype[Any]]
 # True where a pixel of the grid u, v is foreground; the period is 2.
@@ -80,7 +80,7 @@ def load_pictures(
     Args:
         dataset: see the table above.
         n_train, n_test: the maximum; None takes all there are.
-        shown: whether this rank says how far it is.
+        shown: whether this rank shows its progress.
 
     Raises:
         UserError: there is no usable data; the text says why, and what works.

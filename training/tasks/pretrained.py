@@ -49,8 +49,8 @@ def check_pretrained(name: str) -> int:
             raise ValueError(
                 f"{parameter} is {shape} in its *.safetensors, and {list(p.shape)} in config.json"
             )
-    # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
-    # on top, with new rows.
+    # There may be fewer tokens than rows of the embedding, whose number may be rounded up. Our own
+    # special tokens come on top, with new rows.
     tokens = len(AutoTokenizer.from_pretrained(name))
     if not 256 <= tokens <= config.vocab_size:  # every byte is a token
         raise ValueError(f"its tokenizer has {tokens} tokens, not 256 to {config.vocab_size}")
@@ -65,7 +65,7 @@ class Pretrained:
         self.name, self.dropout, self.seed, self.stored = name, dropout, seed, _stored(name)
 
     def config(self, num_tokens: int) -> GPT2Config:
-        """Theirs, with embedding rows for `num_tokens` and our dropout."""
+        """The model's own, with embedding rows for `num_tokens` and this run's dropout."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.name, use_cache=False)
@@ -87,8 +87,8 @@ class Pretrained:
             p[-rows:] = torch.empty(rows, *p.shape[1:]).normal_(0, 0.02, generator=generator)
 
     def content(self) -> str:
-        """A hash of the files of weights, which each host has for itself: their content, wherever
-        they are."""
+        """A hash of the content of the weight files, of which each host has its own copy, wherever
+        that is."""
         digest = hashlib.sha256()
         for path in sorted({path for path, *_ in self.stored.values()}):
             digest.update(np.memmap(path, mode="r").data)  # read through, never whole in memory

@@ -67,7 +67,7 @@ ABOUT = "about.json"  # beside the files of tokens
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
 # Positions of a cache for each position of a micro-batch. A layer keeps 16 numbers of the model's
-# width for backward, the cache at most 2.5; with recomputation it keeps two.
+# width for backward, and the cache at most 2.5; with recomputation a layer keeps two.
 CACHED = {"never": 6.0}
 
 
@@ -107,7 +107,8 @@ class SequenceTask(TrainingTask, ABC):
 
     @abstractmethod
     def train_tokenizer(self, folder: Path) -> None:
-        """Writes a tokenizer of the train split, of a model that starts from nothing."""
+        """Writes a tokenizer that is trained on the train split, for a model without pretrained
+        weights."""
 
     @abstractmethod
     def special_tokens(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class SequenceTask(TrainingTask, ABC):
 
     @abstractmethod
     def chosen(self, files: Mapping[str, Tokens]) -> dict[str, Tokens]:
-        """The examples of every split, of what is in the files of the source's splits. Adds notes.
+        """The examples of every split, chosen from the files of the source's splits. Adds notes.
         Raises UserError if there is nothing to learn."""
 
     @abstractmethod
@@ -128,7 +129,7 @@ class SequenceTask(TrainingTask, ABC):
 
     def _tokens(self, world: World) -> dict[str, Tokens]:
         """The tokens of the source's splits. The first rank of each host writes their files, if
-        they are not there, and what is known of the text afterwards."""
+        they are not there, and `ABOUT`, which says what is known of the text afterwards."""
         args, texts = self.args, self.texts
         folder = place(args.workdir / TOKENS, "tokens", texts.identity, self.files)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
@@ -247,7 +248,7 @@ class SequenceTask(TrainingTask, ABC):
 
     @cached_property
     def _positions_of_batch(self) -> int:
-        """Of the first global batch."""
+        """The positions of the first global batch."""
         examples, args = self.examples["train"], self.args
         seed = stream(args.seed, "data order", 0)
         batch = next(global_batches(len(examples), args.batch_size, seed))
@@ -263,8 +264,8 @@ class SequenceTask(TrainingTask, ABC):
     def validation_batches(
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
     ) -> tuple[int, Iterator[tuple[Any, Any]]]:
-        """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
-        and not the targets' numbers, since stages in threads cut them."""
+        """Batches of similar lengths, and the labels of their targets. Batches have weights
+        [B, T], not the targets' numbers, since stages in threads cut them."""
         examples = self.examples["validation"]
         lengths = examples.sizes(range(len(examples)))[0] - 1
         own = np.argsort(lengths, kind="stable")[dp_rank::dp_size]  # lengths are dealt out
@@ -279,17 +280,17 @@ class SequenceTask(TrainingTask, ABC):
         return to_device((x, labels[weights != 0]), self.device)
 
     def to_measure(self, x: Sequences, target: Tensor) -> Sequences:
-        """With labels, for the head."""
+        """The input with its labels, for the head."""
         if x.targets is not None and x.targets.dim() == 2:  # stages in threads cut them, too
             target = torch.zeros_like(x.targets).masked_scatter(x.targets != 0, target)
         return x._replace(labels=target)
 
     def measure(self, output: Tensor, target: Any) -> Tensor:  # noqa: ARG002
-        """See `TrainingTask`. `output`: [n, 3], a row for each part of a batch, of the head."""
+        """See `TrainingTask`. `output`: [n, 3] from the head, a row for each part of a batch."""
         return output.sum(0).cpu()
 
     def input_to_compare(self, dp_rank: int, dp_size: int, num_microbatches: int | None) -> Any:
-        """With targets at first positions alone: of a head that is cut no rank holds all logits."""
+        """With targets at first positions only: if the head is cut, no rank holds all logits."""
         x = super().input_to_compare(dp_rank, dp_size, num_microbatches)
         if x is None:
             return None
@@ -334,7 +335,7 @@ class SequenceTask(TrainingTask, ABC):
         return {split: f"{about['hash']} {n}" for split, about in self.about.items()}
 
     def _tokenizer(self) -> dict[str, bytes]:
-        """The files of a given tokenizer, or of one that is trained, or was before."""
+        """The files of a given tokenizer, or of one that is trained now, or was before."""
         args = self.args
         if self.pretrained or args.tokenizer:
             with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""What is trained, in one form for every layout: GPT-2 on translations, VGG16 on images.
+"""What is trained, in one form for every layout: GPT-2 on text, VGG16 on pictures.
 
 A task is a model that no rank has to hold whole (a skeleton without memory, a function that fills
 one parameter by its name, and the layers in order), the steps that train it, and a score of its
@@ -36,7 +36,7 @@ def stream(seed: int, purpose: str, *numbers: int | str) -> int:
 
     Equal arguments give the same stream on every machine and in every process. torch's CPU
     generator uses the low 32 bits of its seed, so two of its streams coincide with probability
-    2^-32. Python's uses all.
+    2^-32. Python's uses all bits.
 
     Args:
         seed: of the run.
@@ -51,8 +51,8 @@ def stream(seed: int, purpose: str, *numbers: int | str) -> int:
 class Step:
     """What one rank computes in one step: its part of a global batch, in micro-batches.
 
-    `count` is what the loss is the mean over: target tokens, or images, of the *global* batch.
-    Every rank knows which examples that has, and counts them itself: none asks the others.
+    The loss is the mean over `count` target tokens, or images: those of the *global* batch. Every
+    rank knows which examples that has, and counts them itself: none asks the others.
     """
 
     inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
@@ -71,8 +71,8 @@ class Step:
         the ranks, are then those of the mean loss over all targets of the global batch.
 
         Args:
-            averaging: the number of ranks, where gradients are not added up but averaged over them
-                (replicated.py); each is that much larger before.
+            averaging: the number of ranks, if gradients are averaged over them, not added up
+                (replicated.py): each is made that much larger before.
         """
         return averaging / self.divisor
 
@@ -92,7 +92,7 @@ class Translator(Protocol):
 
     @property
     def sentences(self) -> tuple[int, int]:
-        """Which of them: (r, n) are r, r + n, r + 2 n, ..."""
+        """Which sentences it continues: (r, n) are r, r + n, r + 2 n, ..."""
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The most probable next token of each sentence, B, on every rank, of the first
@@ -138,7 +138,7 @@ class TrainingTask(Protocol):
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
     ) -> tuple[int, Iterator[tuple[Any, Any]]]:
         """How many batches of held-out data this rank has, and their inputs and targets, each made
-        when it is asked for. None is larger than a micro-batch is in training."""
+        when it is asked for. No batch is larger than a micro-batch in training."""
 
     def to_measure(self, x: Any, target: Any) -> Any:  # noqa: ARG002
         """A validation input from which the last layer computes what `measure` takes."""
@@ -179,7 +179,7 @@ class TrainingTask(Protocol):
         return ""
 
     def model_content(self) -> bytes:
-        """What of the model must be the same on all ranks, beside the options."""
+        """What of the model must be the same on all ranks, in addition to the options."""
         return b""
 
     def fingerprints(self) -> dict[str, str]:
@@ -204,7 +204,7 @@ def rectangles(lengths: Sequence[float], most: int) -> list[slice]:
 
 
 def to_device(values: T, device: torch.device | str) -> T:
-    """Tensors of the CPU, nested, on the device. The host does not wait for a GPU: they are pinned,
+    """CPU tensors, nested, moved to the device. The host does not wait for a GPU: they are pinned,
     so that the GPU fetches them when it gets there."""
     device = torch.device(device)
     if device.type == "cpu":
@@ -213,8 +213,8 @@ def to_device(values: T, device: torch.device | str) -> T:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """In memory that the GPU can read, or as it is if the system has none left: then the host waits
-    for the copy."""
+    """The tensor in memory that the GPU can read, or as it is if the system has none left: then the
+    host waits for the copy."""
     try:
         return tensor.pin_memory()
     except RuntimeError:

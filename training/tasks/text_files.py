@@ -7,17 +7,17 @@
                      documents
     anything else    the name of a dataset on the hub, with such columns
 
-A file is of the split whose word is in its name, or else in the name of a folder that it is in:
+The split of a file is in its name, or else in the name of a folder that it is in: one of
 `SPLIT_WORDS`, between dots, dashes, underscores, blanks and digits, as in test_2016_flickr.de or
-newstest2014-deen.jsonl. A name that says two splits is refused.
-All others are train. Rows are read anew by each who iterates, a few at a time.
+newstest2014-deen.jsonl. A name that says two splits is refused. All other files are train. Each
+iteration reads the rows anew, a few at a time.
 
 A text to continue is read in pieces of documents, with None after each document:
 
     "The first document", None, "The second one, of many let", "ters", None
 
-Rejected: `datasets` as the reader of lines. It guesses types, so null in a column that nobody needs
-spoils a file, and it reads a CSV whose quotes do not end without a word.
+Rejected: `datasets` as the reader of lines. It guesses types, so a null in an unused column makes a
+file unreadable, and it raises no error at a CSV whose quotes do not end.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 UTF_8 = "; text in UTF-8 works"
 NO_NETWORK = f"; --dataset {BUILTIN} needs neither files nor network"
-# Those of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words), of the shared tasks
-# of translation, and other usual ones. `datasets` looks at folders first; here the name that is
-# nearer to the file decides.
+# The words of `datasets` 5.2 (its SPLIT_KEYWORDS, and what it has between words), those of the
+# shared tasks of translation, and other common ones. `datasets` looks at folders first; here the
+# name that is nearest to the file decides.
 SPLIT_WORDS = {
     "train": {"train", "training", "trainset"},
     "validation": {"validation", "valid", "val", "dev", "devset", "newsdev", "newsdiscussdev"},
@@ -61,7 +61,7 @@ PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 MOST_NAMES = 3  # names of files in a line
 END = "<|endoftext|>"  # GPT-2's own: after every document
 PIECE, WORD, READ = 4096, 4096, 1 << 20  # letters
-# Where byte-level BPE has no token on both sides.
+# Where no token of byte-level BPE crosses.
 BREAK = re.compile(r"(?<=\S\n)(?=\S)|(?<=[^\W_])(?=\s+\S)")
 
 
@@ -70,9 +70,9 @@ class Source:
     """What --dataset names.
 
     Attributes:
-        rows: for each split, what reads its rows: mappings by column.
-        identity: what tells it apart from others, before it is read.
-        in_pieces: whether rows are pieces of documents instead, of plain text in files.
+        rows: for each split, a function that reads its rows: mappings by column.
+        identity: what tells it apart from other sources, before it is read.
+        in_pieces: whether rows are pieces of documents instead, from files of plain text.
         notes: for the user.
     """
 
@@ -100,7 +100,7 @@ def find_source(dataset: str, src: str, tgt: str, world: World) -> Source:
         files = files_of(path, dataset, src, tgt)
         names = [name for group in files.values() for some in group for name in some]
         stats = [(str(name.absolute()), name.stat()) for name in names]
-        # Nobody can set the last of the times back.
+        # The last one, ctime, cannot be set back.
         identity = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
         read = partial(rows_of_files, dataset, (src, tgt))
         told = path.is_dir() and dataset != BUILTIN
@@ -110,7 +110,7 @@ def find_source(dataset: str, src: str, tgt: str, world: World) -> Source:
 
 
 def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[PathGroup]]:
-    """A file, a folder's files with a language for an ending, or those of one kind, by split.
+    """By split: one file, the files of a folder that end in a language, or those of one kind.
     Raises UserError."""
     files = [path] if path.is_file() else list(_data_in(path))
     of_languages = {f".{src}", f".{tgt}"}
@@ -129,7 +129,7 @@ def files_of(path: Path, dataset: str, src: str, tgt: str) -> dict[str, list[Pat
         return groups
     kinds = {file.suffix.lower() for file in files} & READERS.keys()
     if len(kinds) != 1:
-        there = f"here are {listed(sorted(kinds), 'and')}" if kinds else "here is no such file"
+        there = f"it has {listed(sorted(kinds), 'and')}" if kinds else "it has no such file"
         if packed := [file.name for file in files if file.suffix.lower() in PACKED]:
             there += f"; unpack {packed[0]}, and it works"
         raise UserError(
@@ -200,7 +200,7 @@ def load_splits(source: str) -> Mapping[str, Any]:
 
 
 def try_hub() -> None:
-    """One quick try of the hub, whose own library tries for half a minute. Where the hub cannot be
+    """Tries the hub once: its own library would try for half a minute. If the hub cannot be
     reached, this process reads only what was downloaded before."""
     import huggingface_hub as hub  # here: it takes a quarter of a second to import
 
@@ -283,7 +283,7 @@ def _json_rows(file: io.BufferedReader) -> Iterator[Any]:
 
 def _table_rows(separators: str, file: Iterable[bytes]) -> Iterator[dict[str, str]]:
     """Rows by the names in the first line, which shows the separator. A cell may be in quotes, with
-    line ends in it; but a tab ends a cell, whatever stands in it."""
+    line ends in it; but a tab always ends a cell, even in quotes."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a book
     lines = text_lines(file)
     first = next(lines, "")
@@ -330,8 +330,8 @@ def _documents(file: BinaryIO) -> Iterator[TextPiece]:
 
 def pieces(text: str) -> Iterator[str]:
     """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
-    one document. Where as many letters have no blank between them (DNA, base64), it is cut all the
-    same: the time for a word grows with the square of its length."""
+    one document. Where that many letters have no blank between them (DNA, base64), it is cut
+    anyway: the time for a word grows with the square of its length."""
     first = 0
     while first < len(text):
         after = BREAK.search(text, first + PIECE, first + PIECE + WORD)

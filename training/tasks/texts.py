@@ -3,13 +3,13 @@
 Problem: --dataset must become examples, or one line that says what is wrong with it; and the text
 may be larger than memory.
 
-What it may be, and how it is read: text_files.py. Rows without text, and documents with blanks
-alone, are left out.
+What it may be, and how it is read: text_files.py. Rows without text, and documents with only
+blanks, are left out.
 
-Idea: text is no list. It is read to train the tokenizer and to make files of tokens (tokens.py), a
-few lines at a time; what else a run needs are rows of these files. So a split that is missing is a
-range of rows at the end of train, and a later start, which finds the files in a folder that is
-named by what they are made of, reads no text.
+Idea: text is never a list in memory. It is read a few lines at a time, to train the tokenizer and
+to make files of tokens (tokens.py); all else that a run needs are rows of these files. So a missing
+split is a range of rows at the end of train. A later start reads no text: it finds the files in a
+folder that is named by a hash of what they are made of.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .text_files import Pair, Source, TextPiece, find_source, pieces
 SPLITS = ("train", "validation", "test")
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
 FIRST_ROWS = 1000  # in which the columns are looked for: a row may lack one
-HALF_LETTER = re.compile("[\ud800-\udfff]")  # as a text in JSON that was cut may have
+HALF_LETTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, e.g. in JSON text that was cut
 
 
 @dataclass
@@ -59,23 +59,24 @@ class Texts:
 
     @property
     def plain(self) -> bool:
-        """Whether it is documents to continue, and no pairs."""
+        """Whether the text is documents to continue, and not pairs."""
         return not self.keys
 
     @property
     def splits(self) -> list[str]:
-        """Those that the source has. Plain text has no use for a test split."""
+        """The splits that the source has. Plain text has no use for a test split."""
         used = SPLITS if self.keys else SPLITS[:2]
         return [split for split in used if split in self.source.rows]
 
     @property
     def identity(self) -> Any:
-        """What tells it apart from others, before it is read."""
+        """What tells it apart from other texts, before it is read."""
         return self.source.identity, self.keys, self.asked
 
     def pairs(self, split: str) -> Iterator[Pair]:
-        """The pairs of a split with text on both sides, without blanks around it. Of train all, if
-        others are held out from its end; else as many as are asked for. Raises UserError."""
+        """The pairs of a split with text on both sides, without blanks around it. All of train,
+        if other splits are held out from its end; else as many as are asked for. Raises
+        UserError."""
         whole = split == "train" and len(self.splits) < len(SPLITS)
         most = None if whole else self.asked[split]
         self.last = deque(maxlen=None if split == "test" else self.asked["test"] or TAKEN["test"])
@@ -117,12 +118,12 @@ class Texts:
                 if not isinstance(text, str) or HALF_LETTER.search(text):
                     raise UserError(
                         f"--dataset {self.dataset}: row {number} of {split}: {key} is "
-                        f"{text!r:.40}, and not text in quotes, of whole letters"
+                        f"{text!r:.40}, and not a string of valid Unicode"
                     )
             yield texts
 
     def size(self, split: str) -> int:
-        """The number of pairs or pieces in a split, which is read for it."""
+        """The number of pairs or pieces in a split, counted by reading it."""
         examples, unit = (self.pieces, "piece") if self.plain else (self.pairs, "pair")
         return sum(1 for _ in moving(examples(split), f"Reading {split}", None, unit))
 
@@ -134,7 +135,7 @@ class Texts:
             if split not in parts:
                 _, train = parts["train"]
                 count = min(self.asked[split] or TAKEN[split], -(-(len(train) - 1) // 10))
-                left = len(train) - count  # not without a pair
+                left = len(train) - count  # at least one
                 parts |= {"train": ("train", train[:left]), split: ("train", train[left:])}
                 pairs = counted(count, "pair")
                 notes.append(f"no {split} split: {pairs} held out from the end of train.")
@@ -200,8 +201,8 @@ def columns_of(row: Any) -> Mapping[str, Any]:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fills a folder by make(folder), if it is not there. It gets its name when it is whole; of
-    several processes one gives it. Raises RunError if it cannot be written."""
+    """Fills a folder by make(folder), if it is not there. It gets its name when it is complete; of
+    several processes, one gives it that. Raises RunError if it cannot be written."""
     if folder.exists():
         return
     with writing(folder):
@@ -210,13 +211,13 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> None:
             new = Path(part) / "new"  # with the permissions of other folders
             new.mkdir()
             make(new)
-            with suppress(OSError):  # another has given the name
+            with suppress(OSError):  # another process has given the name
                 new.rename(folder)
 
 
 @contextmanager
 def still_there(folder: Path) -> Iterator[None]:
-    """Within it what was made once is read. Raises UserError if some of it was deleted since."""
+    """Within it what `made_once` has made is read. Raises UserError if some of it was deleted."""
     try:
         yield
     except FileNotFoundError as error:

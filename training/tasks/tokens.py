@@ -5,11 +5,11 @@ A pair is one sequence, and the loss counts only its second half:
     ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, shifted by one
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
-All texts become ids once, before training, while they are read, on all cores of a host, whose other
-ranks wait. The ids of a split are in one file, one after another; the bounds of sources and targets
-are in another:
+All texts become ids once, before training, while they are read. One rank of a host does this on all
+cores; the others wait. The ids of a split are in one file, one after another; the bounds of sources
+and targets are in a second one:
 
-    train.ids       w1 w2 w3 <eos_de> v1 v2 <eos_en> ...         2 bytes each; 4 of more than 65,536
+    train.ids       w1 w2 w3 <eos_de> v1 v2 <eos_en> ...         2 bytes each; 4 above 65,536 ids
     train.bounds    0 4 7 ...                                    8 bytes each
 
 A rank maps the files while it reads the examples of a batch, so text may be larger than memory.
@@ -81,7 +81,7 @@ def get_tokenizer(
 
 
 def evenly(items: Iterable[T], size: int, most: int) -> Iterator[T]:
-    """Of the first `size` items about `most`, or fewer, evenly spaced: to count the words of ten
+    """Of the first `size` items about `most`, or fewer, evenly spaced: counting the words of ten
     million pairs took 10 GB."""
     return islice(items, 0, size, -(-size // most) or 1)
 
@@ -161,8 +161,8 @@ def encode(
 
 
 def tokens_of(texts: Sequence[str | None], tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
-    """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: none
-    if it is None. A text that looks like a special token is text: those are added by us alone."""
+    """The token ids of texts in one row, [sum of lengths], and how many tokens each has, [N]: 0
+    if it is None. A text that looks like a special token is text: callers add those."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # as the text that they are
     parts = [[*pieces(text)] if text else [""] for text in texts]
@@ -228,7 +228,7 @@ def write_tokens(path: Path, encoded: Iterable[tuple[Any, Any]], dtype: Any) -> 
 
 class OpenFiles:
     """The files of a split, open until nobody reads them any more: the folder may be gone before.
-    `path`: as of `write_tokens`."""
+    `path`: as in `write_tokens`."""
 
     def __init__(self, path: Path) -> None:
         self.ids, self.bounds = (path.with_suffix(end).open("rb") for end in (".ids", ".bounds"))
@@ -242,7 +242,7 @@ class Tokens(Sequence[Encoded]):
     """Examples, read from the files of a split when they are asked for: each is a row of them.
 
     Args:
-        path: as of `write_tokens`.
+        path: as in `write_tokens`.
         length: the most inputs of an example. Longer pairs are cut, and so are their labels.
 
     Attributes:
@@ -271,7 +271,7 @@ class Tokens(Sequence[Encoded]):
         return self.__getitems__([range(len(self))[number]])[0]  # raises IndexError
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
-        """The examples of a batch. What is mapped for them leaves memory with the mapping."""
+        """The examples of a batch. The files are mapped, and in memory, only meanwhile."""
         ids, places = _mapped(self.files.ids, self.dtype), self.places(numbers)
         rows = zip(*(column.tolist() for column in places), numbers, strict=True)
         return [Encoded(np.array(ids[a:b]), source, number) for a, source, b, number in rows]
@@ -290,7 +290,7 @@ class Tokens(Sequence[Encoded]):
         return first, np.minimum(bounds[at + 1], end) - first, end
 
     def num_cut(self) -> int:
-        """How many pairs are longer."""
+        """How many pairs are longer than `length`."""
         firsts = _mapped(self.files.bounds, np.int64)[::2][self.part.start : self.part.stop + 1]
         parts = (firsts[k : k + AT_ONCE + 1] for k in range(0, len(self), AT_ONCE))
         return int(sum((np.diff(part) > self.length + 1).sum() for part in parts))
@@ -316,7 +316,7 @@ class Stream(Tokens):
 
 
 def _mapped(file: Any, dtype: Any) -> Any:
-    """What is in an open file."""
+    """The content of an open file, mapped into memory."""
     return np.asarray(np.memmap(file, dtype, "r"))
 
 

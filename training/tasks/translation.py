@@ -17,7 +17,7 @@ from .task import Score, Translator
 from .text_files import Pair
 from .tokens import Tokens, encode, ends_of, evenly, get_tokenizer, ids_of
 
-PAIRS_FOR_BPE = 1 << 20  # that a tokenizer learns from
+PAIRS_FOR_BPE = 1 << 20  # pairs that a tokenizer learns from
 
 
 class TranslationTask(SequenceTask):
@@ -40,7 +40,7 @@ class TranslationTask(SequenceTask):
         return "BLEU" if tokenizer == "13a" else f"BLEU {tokenizer}"
 
     def train_tokenizer(self, folder: Path) -> None:
-        """One for both languages, of the pairs that train has."""
+        """Trains one for both languages, on the pairs that train has."""
         args, texts = self.args, self.texts
         _, train = texts.parts({split: texts.size(split) for split in texts.splits}, [])["train"]
         pairs = evenly(texts.pairs("train"), len(train), PAIRS_FOR_BPE)
@@ -60,7 +60,7 @@ class TranslationTask(SequenceTask):
         parts = self.texts.parts({split: len(pairs) for split, pairs in files.items()}, self.notes)
         chosen = {split: files[origin].of(part) for split, (origin, part) in parts.items()}
         origin, part = parts["test"]
-        last = self.about[origin]["last"]  # of which test, if it is held out, has the last ones
+        last = self.about[origin]["last"]  # test, if it is held out, has the last of these
         self.test_pairs = last[len(last) - len(part) :]
         for split, pairs in chosen.items():
             there = counted(len(pairs), "pair")
@@ -108,8 +108,8 @@ class TranslationTask(SequenceTask):
         return self.test_pairs
 
     def examples_to_show(self, generated: list[str]) -> str:
-        """The first translations beside their sources. A long one, as of an untrained model, is
-        cut to a line."""
+        """The first translations, each below its source and target. A long one, such as an
+        untrained model's, is cut to a line."""
         src, tgt = self.args.src, self.args.tgt
         return "\n".join(
             f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n"

@@ -13,8 +13,8 @@ No batch norm: it makes an example's output depend on its batch, so micro-batche
 process would compute different functions. No dropout either. The initial weights alone make sixteen
 layers trainable: every square layer but the last starts as the identity, which ReLUs preserve, plus
 a little noise. So the network starts like one of five layers, and learns at once. (If all weights
-are random, the loss first stays, then falls slowly: docs/log.md.) The last layer starts near zero.
-Initial weights depend on the seed and the parameter's name alone.
+are random, the loss first stays flat, then falls slowly: docs/log.md.) The last layer starts near
+zero. Initial weights depend on the seed and the parameter's name alone.
 
 Papers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
 Recognition", 2015; for 32 x 32 pictures: Liu and Deng, 2015; He et al., "Delving Deep into
@@ -128,7 +128,7 @@ class PictureTask(TrainingTask):
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Each layer is one."""
+        """Each layer is a block."""
         return [1] * 16
 
     def steps(
@@ -157,7 +157,7 @@ class PictureTask(TrainingTask):
         self, dp_rank: int, dp_size: int, num_microbatches: int | None
     ) -> tuple[int, Iterator[tuple[Any, Any]]]:
         """The test pictures."""
-        numbers = range(dp_rank, len(self.sets.test), dp_size)  # dealt out like cards
+        numbers = range(dp_rank, len(self.sets.test), dp_size)  # dealt out one by one
         most = self.args.batch_size // (dp_size * (num_microbatches or 1))
         size = max(1, min(EVALUATED, most))
         parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]

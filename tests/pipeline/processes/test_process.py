@@ -1,5 +1,5 @@
-"""Stages in threads and in processes, one per rank or several: one bit pattern under every
-schedule, and what one process computes, by name."""
+"""Stages in threads and in processes, one per rank or several: the same bits under every schedule,
+and what one process computes, by name."""
 
 from __future__ import annotations
 

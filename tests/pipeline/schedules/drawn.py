@@ -1,5 +1,5 @@
-"""Schedules drawn at random: valid, and like none that has a name; and the names of those with a
-stage per rank."""
+"""Schedules drawn at random: valid, and unlike any named one. And the names of those schedules that
+have one stage per rank."""
 
 from __future__ import annotations
 

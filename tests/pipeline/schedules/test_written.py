@@ -1,4 +1,4 @@
-"""Schedules of one's own: files, functions, lists."""
+"""Schedules that a user writes: files, functions, lists."""
 
 from __future__ import annotations
 

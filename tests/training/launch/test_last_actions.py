@@ -1,4 +1,4 @@
-"""When a wait times out, a table says what each rank did last, and so who is the culprit."""
+"""When a wait times out, a table says what each rank did last, and so which rank is to blame."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_too_little_memory_is_said_in_a_sentence(fails: Callable[[], object]) ->
     """Above the traceback, and above no other one."""
     with pytest.raises(BaseException) as error:
         fails()
-    assert format_error(error.value).startswith("It ran out of memory. A smaller --batch_size")
+    assert format_error(error.value).startswith("It ran out of memory. These need less")
     assert format_error(RuntimeError("it forgot")) == "RuntimeError: it forgot\n"
 
 

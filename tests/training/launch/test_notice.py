@@ -1,5 +1,5 @@
 """A scheduler takes the machine away: the run saves the step and ends, and loses nothing. (Under
-torchrun: tests/test_faults.py. What a script of Slurm makes of it: tests/test_examples.py.)"""
+torchrun: tests/test_faults.py. How a Slurm script goes on from there: tests/test_examples.py.)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Copies of a parameter on ranks of several groups, as those of the tied embedding on the first and
-on the last stage, in two groups of replicas: each group may add its gradients in an order of its
-own, as NCCL does, which chooses rings and trees for each group. In a group of three the order
-decides the bits.
+"""Copies of a parameter in several groups of ranks, whose sums may differ in their last bits.
+
+The tied embedding has copies on the first and on the last stage, in two groups of replicas. Each
+group may add its gradients in an order of its own, as NCCL does, which chooses rings and trees for
+each group. In a group of three the order decides the bits.
 """
 
 from __future__ import annotations

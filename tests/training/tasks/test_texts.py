@@ -531,7 +531,7 @@ UNUSABLE = [  # a file of the folder above, or one alone
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW + '{"de": 0, "en": "five"}\n', "--dataset {}: row 2 of train: de is 0, and "),
     ("a.jsonl", ROW + '{"de": "\\ud83d x", "en": "y"}\n', "--dataset {}: row 2 of train: de is "
-     "'\\ud83d x', and not text in quotes, of whole letters"),
+     "'\\ud83d x', and not a string of valid Unicode"),
     ("a.jsonl", '5\n["x"]\n', "--dataset {}: it is empty, or its rows have no columns; "),
     ("a.jsonl", '{\n  "de": "x"\n}\n', UNREADABLE + "ValueError: line 1, column 2: Expecting "
      "property name enclosed in double quotes; a row per line works)"),
@@ -567,9 +567,9 @@ def test_what_cannot_be_used(folder: Path, name: str, content: str, said: str) -
             "test.jsonl dev.jsonl",
             "it has no train split, but validation and test; text in a split ",
         ),
-        ("a.jsonl b.txt", ".csv or .tsv; here are .jsonl and .txt"),
-        (".hidden/a.txt LICENSE.txt more/train.de", ".csv or .tsv; here is no such file"),
-        ("train.jsonl.gz", "; here is no such file; unpack train.jsonl.gz, and it works"),
+        ("a.jsonl b.txt", ".csv or .tsv; it has .jsonl and .txt"),
+        (".hidden/a.txt LICENSE.txt more/train.de", ".csv or .tsv; it has no such file"),
+        ("train.jsonl.gz", "; it has no such file; unpack train.jsonl.gz, and it works"),
     ],
 )
 def test_a_folder_says_what_was_found(tmp_path: Path, names: str, said: str) -> None:
