@@ -202,13 +202,13 @@ class ProcessPipe:
             refuse_gradient(inputs, "the input", "make what computes it the first of the layers")
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
-            parameters = self.named_parameters()
+            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
+            parameters = {self._names[p]: p for p in missing}
             refuse_gradient_hooks(parameters.items(), SUMMED_BY_STAGES)
             tied = {name: parameters[name] for name in self._tied if name in parameters}
             earlier = {p: p.grad for p in tied.values()} if ready is None else {}
             for p in earlier:  # which are sums over stages already
                 p.grad = None
-            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
 
             def deliver(gradients: Gradients) -> None:
                 hand_over(gradients)
