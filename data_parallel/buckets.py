@@ -92,6 +92,7 @@ class Bucket:
     def hand_back(self) -> None:
         """Puts the result where an optimizer finds it, when all ranks have finished."""
 
+    @torch.no_grad()  # a backward may be recorded, too
     def adopt(self) -> None:
         """Makes gradients views of the buffer. After optimizer.zero_grad() autograd allocates new
         gradients, which are copied there once: on a GPU by one kernel. (Zeroing the views and
@@ -212,7 +213,8 @@ class GradientBuckets:
             bucket = self._bucket_of[p]
             if bucket.started:
                 raise RuntimeError(
-                    "call finish() after each backward, or accumulate inside no_sync()"
+                    "call finish() after each backward, also one that has failed, or accumulate "
+                    "inside no_sync()"
                 )
             if not self._sync:
                 bucket.arrived += 1

@@ -58,7 +58,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.communicator import Communicator, Finish
-from runtime.guards import ForeignLeaves, is_checked, refuse_gradient, refuse_gradient_hooks
+from runtime.graph import Alias
+from runtime.guards import (
+    ForeignLeaves,
+    is_checked,
+    refuse_gradient,
+    refuse_gradient_hooks,
+    refuse_hooks,
+    refuse_own_forward,
+    tensors_of,
+)  # fmt: skip
 from runtime.meta import Initialize, names_of
 from runtime.pool import private_pool
 from runtime.recorder import Recorder, acting
@@ -136,6 +145,9 @@ class FullyShardedDataParallel:
         self.compute_dtype = compute_dtype
         self.recorder = recorder
         self.group = group or dist.group.WORLD
+        if isinstance(layers, nn.Sequential):
+            refuse_own_forward(layers)
+            refuse_hooks([layers])
         layers = list(layers)
         model = nn.Sequential(*layers)
         names = names_of(model) if names is None else names
@@ -212,6 +224,8 @@ class FullyShardedDataParallel:
                 _free(layer.units, following)
         if training:
             self._output = pytree.tree_leaves(value)
+            aliases = {y: Alias.apply(y) for y in tensors_of(value) if y.requires_grad}
+            value = pytree.tree_map_only(Tensor, lambda y: aliases.get(y, y), value)
         else:
             self._free_graphs()
         return value

@@ -130,7 +130,8 @@ class DistributedDataParallel(nn.Module):
         tensors = [*self.module.parameters(), *self.module.buffers()]  # a shared one comes once
         for alike in group_by_size(tensors, BROADCAST_BYTES):
             # bytes, since gloo does not send every dtype
-            flat = torch.cat([t.detach().flatten().view(torch.uint8) for t in alike])
+            plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in alike]
+            flat = torch.cat([t.flatten().view(torch.uint8) for t in plain])
             dist.broadcast(flat, group=self.group, group_src=0)  # overwrites all but rank 0's
             copy_back(flat.view(alike[0].dtype), alike)
 

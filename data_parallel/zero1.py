@@ -61,6 +61,7 @@ class ScatteredBucket(Bucket):
         flat, self.values = communicator.keep(*memory), communicator.keep(*memory)
         for p, view in zip(trained, unit.views(self.values), strict=True):
             p.data = view.copy_(p.detach())
+        self._places = [p.data_ptr() for p in trained]
         own = unit.shard_slice(communicator.rank)
         self.shard, self.part = self.values[own], flat[own]
         self.trained = unit.trained(communicator.rank, self.shard)
@@ -68,6 +69,11 @@ class ScatteredBucket(Bucket):
         super().__init__(trained, flat, unit.views(flat), communicator)
 
     def start_exchange(self) -> None:
+        if [p.data_ptr() for p in self.parameters] != self._places:
+            raise RuntimeError(
+                "the data of a parameter were replaced, and would miss the updates: write into the "
+                "parameter, e.g. p.data.copy_(new), or make a new ShardedOptimizer"
+            )
         self.fill()
         self.finish_sum = self.communicator.start_reduce_scatter(self.flat, 0, self.part)
 

@@ -8,10 +8,9 @@
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
 backward runs the same clocks, last stage first, *on the workers*. Tied parameters,
 `torch.autograd.grad`, `retain_graph` and hooks after a gradient's accumulation work as on the
-plain Sequential; hooks on the gradient itself are refused. Second derivatives do not work.
-Forward-mode differentiation (`torch.autograd.forward_ad`) works only with one stage, since torch
-keeps its state once per process. worker.py says which of the caller's modes hold in the workers. A
-Pipe runs one call at a time: a call from a second thread raises.
+plain Sequential; hooks on the gradient itself are refused. Second derivatives and forward-mode
+differentiation do not work. worker.py says which of the caller's modes hold in the workers. A Pipe
+runs one call at a time: a call from a second thread raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.graph import Gradients, memory_of
-from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks
+from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks, refuse_own_forward
 from runtime.linear import WeightsMayWait
 from runtime.randomness import FAST_PATHS, OfThread
 from runtime.recompute import NEVER
@@ -88,11 +87,7 @@ class Pipe(nn.Module):
         sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Sequential):
-            raise TypeError(
-                f"a Pipe of a {type(module).__name__}: it runs the layers of an nn.Sequential, "
-                "e.g. Pipe(nn.Sequential(first, second)); pipeline.tracing cuts other modules"
-            )
+        refuse_own_forward(module)
         self.split_size = split_size
         self.recorder = recorder
         self.recompute = recompute

@@ -65,7 +65,7 @@ class Graph:
                 inner = move(leaf.detach(), self._memory, training and (copy or checkpoint))
                 if training and leaf.requires_grad:
                     self._x[k] = inner.requires_grad_()  # the leaf that gets dx
-                    inner = _Alias.apply(inner)  # what the layers get
+                    inner = Alias.apply(inner)  # what the layers get
                 entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
@@ -152,8 +152,8 @@ def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
     return tensor.to(memory, non_blocking=memory.type != "cpu", copy=copy)
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory, but neither leaf nor view, so that the first layer may work in place."""
+class Alias(torch.autograd.Function):
+    """The same memory, but neither leaf nor view, so that who gets it may work in place."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ detached and handed on, and their gradients come back. Refused are
   forgets that one is a view of the other: after a write to one the other's gradient would be wrong.
   Between processes each is a copy, and even the values would differ;
 - a change of a buffer, where the layer will run again for its backward;
-- hooks on modules that are never called, hooks on gradients that come in parts, and an input, or a
-  scale of the loss, that requires a gradient.
+- a forward of what holds the layers, hooks on modules that are never called, hooks on gradients
+  that come in parts, and an input, or a scale of the loss, that requires a gradient.
 
 Cost: about 0.4 us per operator of the graph; a copy of the buffers, if layers run again.
 
@@ -168,12 +168,22 @@ def refuse_gradient_hooks(
             raise ValueError(f"the parameter {name} has a hook on its gradient, which {why}")
 
 
+def refuse_own_forward(layers: Any) -> None:
+    """TypeError unless `layers` is called as a plain nn.Sequential is: only its layers will be."""
+    if getattr(type(layers), "forward", None) is not nn.Sequential.forward:
+        raise TypeError(
+            f"a {type(layers).__name__} in place of layers: those of an nn.Sequential are called, "
+            "and no forward around them, e.g. nn.Sequential(first, second); pipeline.tracing cuts "
+            "other modules"
+        )
+
+
 def refuse_hooks(uncalled: Iterable[nn.Module]) -> None:
     """ValueError if one of the modules, which are never called, has a hook on its call."""
     for module in uncalled:
         if any(getattr(module, kind) for kind in _HOOKS):
             raise ValueError(
-                f"a {type(module).__name__} has a hook that would never run: a pipeline calls the "
-                "layers, and not what holds them. Register it on a layer: the first or the last of "
+                f"a {type(module).__name__} has a hook that would never run: the layers are "
+                "called, and not what holds them. Register it on a layer: the first or the last of "
                 "them"
             )

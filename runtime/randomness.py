@@ -144,6 +144,10 @@ class _Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _may_draw(func) or kwargs.get("generator") is not None:  # or the caller's own
             return func(*args, **kwargs)
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if func.has_kernel_for_dispatch_key(composite):  # in inference mode it comes here whole
+            with self:
+                return func._op_dk(composite, *args, **kwargs)
         if self._generator is None:
             raise RuntimeError(
                 "a random number is drawn in a stage's backward. If this is activation "

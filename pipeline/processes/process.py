@@ -68,7 +68,7 @@ from pipeline.schedules.schedule import FORWARD, Action, BuildSchedule
 from pipeline.stage import Stage
 from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
 from runtime.graph import Gradients
-from runtime.guards import refuse_gradient, refuse_gradient_hooks
+from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_own_forward
 from runtime.linear import WeightsMayWait
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
@@ -129,6 +129,7 @@ class ProcessPipe:
         self.recorder = recorder
         self.device = torch.device(device)
         self.layers = layers
+        refuse_own_forward(layers)
         self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self._is_last = self.rank == self.ranks[-1]  # has the last stage

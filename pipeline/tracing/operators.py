@@ -35,8 +35,8 @@ class Program:
         tensors: the parameters, buffers and constants they use, with their names.
         starts: for each submodule, by name, the number of operators before its first call.
         enter: takes the first stage's input, returns the values of `inputs`. Raises ValueError if
-            its structure differs from the example's, AssertionError if its sizes, or values that
-            are no tensors, would have taken a different way through `forward`.
+            its structure differs from the example's, or if its sizes, or values that are no
+            tensors, would have taken a different way through `forward`.
         leave: takes the values of `output`, returns what `forward` returns.
     """
 
@@ -95,7 +95,13 @@ class Program:
 def _enter(spec: pytree.TreeSpec, check: Callable[..., object]) -> Callable[[Any], list[Any]]:
     def enter(value: Any) -> list[Any]:
         leaves = spec.flatten_up_to(value)  # the keys of a dict may be in a different order
-        check(*leaves)
+        try:
+            check(*leaves)
+        except AssertionError as error:
+            raise ValueError(
+                f"an input would take a different way through forward than the example: {error}; "
+                "trace an example like it, or give micro-batches of two examples or more"
+            ) from None
         return leaves
 
     return enter  # a function is not copied with a stage

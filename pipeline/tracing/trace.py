@@ -25,7 +25,8 @@ submodule keeps its mode, so that a frozen part stays as it is; in the other tra
 have the other mode.
 
 Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
-the same operators as larger batches. Assumptions (the branch taken at `if x.size(1) > 4`) are
+the same operators as larger batches, unless one asks whether its size is 1, as a reshape of a
+transposed tensor does: then it is refused. Assumptions (the branch taken at `if x.size(1) > 4`) are
 checked for every input.
 
 Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the

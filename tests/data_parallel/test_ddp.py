@@ -25,6 +25,8 @@ def _net(rank: int) -> nn.Module:
         buffer.add_(rank)
     for dtype in (torch.int16, torch.float8_e4m3fn, torch.bool, torch.complex64):
         net.register_buffer(str(dtype)[6:], torch.tensor([[rank], [1]]).to(dtype))
+    net.register_buffer("strided", (torch.arange(4.0) + rank)[::2])
+    net.register_buffer("conjugate", torch.tensor([1j * rank]).conj())
     return net
 
 
@@ -44,6 +46,15 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) 
     for net in nn.Linear(2, 3 + rank), longer, frozen:
         with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
             DistributedDataParallel(net)
+
+
+@on_ranks(2)
+def test_a_backward_may_be_recorded(rank: int, _world: int) -> None:
+    """For second derivatives, which are this rank's own."""
+    ddp: Any = DistributedDataParallel(nn.Linear(2, 1))
+    ddp(torch.full((1, 2), 1.0 + rank)).sum().backward(create_graph=True)
+    ddp.average_gradients()
+    assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
 
 
 @on_ranks(2)

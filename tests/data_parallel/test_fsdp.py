@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from tests.data_parallel.sharded_models import (
     whole,
 )
 from tests.odd_layers import FEATURES, ODD, linear
-from tests.pipeline.pipeline_models import Call, assert_close, gradients
+from tests.pipeline.pipeline_models import Around, Call, assert_close, gradients
 from tests.ranks import sharing
 from tests.remote import on_ranks
 
@@ -233,6 +234,15 @@ def test_what_layers_hand_on_has_its_gradient_or_is_refused(rank: int, _: int, k
     assert_close(whole(fsdp, "gradients"), wanted)
 
 
+@on_ranks(2)
+def test_a_loss_may_write_to_the_output(_: int, _world: int) -> None:
+    layer, x = filled(nn.Sequential(nn.Linear(2, 2))), torch.ones(1, 2, dtype=DTYPE)
+    fsdp = FullyShardedDataParallel([deepcopy(layer[0])], SGD)
+    fsdp.train_step([x], [x], lambda y, t: y.sub_(t).square().sum())
+    (2 * (layer(x) - x).square().sum()).backward()  # of two ranks
+    assert_close(whole(fsdp, "gradients"), gradients(layer))
+
+
 def test_integers_are_not_gathered_in_another_type() -> None:
     numbers = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.cfloat)]
     made = [Unit(0, (), [("w", nn.Parameter(n, False))], 2, torch.bfloat16) for n in numbers]
@@ -248,6 +258,8 @@ def test_mistakes(_: int, _world: int) -> None:
     hooked.weight.register_hook(lambda g: g * 2)
     hooked_after.weight.register_post_accumulate_grad_hook(lambda _: None)
     fsdp, x, lost = make(first), torch.ones(1, 2), "requires grad, and its gradient would be"
+    watched = nn.Sequential(given)
+    watched.register_forward_hook(lambda *_: None)
     of_a_hook = r"^the parameter 0\.weight has a hook on its grad"
     for call, said in (
         (lambda: fsdp.backward(None), r"^call forward\(\) with gradients enabled before"),
@@ -259,8 +271,10 @@ def test_mistakes(_: int, _world: int) -> None:
         (lambda: fsdp.train_step([x], [None], Tensor.sum, given.bias.sum()), f"scale {lost}"),
         (lambda: make(hooked), of_a_hook),
         (lambda: make(hooked_after), of_a_hook),
+        (lambda: FullyShardedDataParallel(Around(given), SGD), r"^a Around in place of layers"),
+        (lambda: FullyShardedDataParallel(watched, SGD), r"^a Sequential has a hook that would"),
     ):
-        with pytest.raises((RuntimeError, ValueError), match=said):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
             call()
     with torch.no_grad():
         fsdp.forward(given(x))

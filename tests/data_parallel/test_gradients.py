@@ -154,7 +154,7 @@ def test_buckets_leave_while_backward_runs(rank: int, _: int, share: bool) -> No
         buckets = GradientBuckets(made, recorder=lambda *e: told.append(e))
     buckets.watch()
     _loss(net, seed=rank).backward()
-    with pytest.raises(RuntimeError, match=r"^call finish\(\) after each backward, or accumulate"):
+    with pytest.raises(RuntimeError, match=r"^call finish\(\) after each backward, also one"):
         _loss(net, seed=rank).backward()
     middle = time.perf_counter()
     buckets.finish()

@@ -78,6 +78,15 @@ def test_shards_are_summed_while_backward_runs(_rank: int, _: int) -> None:
     assert [start < middle for *_, start, _ in told] == [True] * 3 + [False] * 2
 
 
+def test_data_that_were_replaced_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    sharded = zero1.ShardedOptimizer(dict(layer.named_parameters()), SGD, Communicator())
+    nn.utils.vector_to_parameters(torch.ones(6), layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^the data of a parameter were replaced, and would"):
+        sharded.buckets.finish()
+
+
 def test_a_frozen_parameter_is_refused() -> None:
     """Decay would change it."""
     p = nn.Parameter(torch.ones(3), requires_grad=False)

@@ -152,6 +152,13 @@ class Call(nn.Module):
         return self.function(x)
 
 
+class Around(nn.Sequential):
+    """Has a forward of its own."""
+
+    def forward(self, x: Any) -> Any:
+        return x + super().forward(x)
+
+
 class Fuse(nn.Module):
     """Passes its input on, until armed; then it raises in every forward or every backward."""
 

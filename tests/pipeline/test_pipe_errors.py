@@ -18,10 +18,12 @@ from transformers import BatchEncoding
 
 from pipeline.executor import Dataflow
 from pipeline.pipe import Pipe
+from pipeline.processes.process import ProcessPipe
 from pipeline.replicas import place_layers
 from pipeline.schedules import schedule as sched
 from tests.pipeline.pipeline_models import (
     STEPS,
+    Around,
     Call,
     Fuse,
     Step,
@@ -199,7 +201,9 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
         lambda pipe: pipe.train_step(X, Y, square_error, num_microbatches=0),
         "num_microbatches=0: at least 1, e.g. 4",
     ),
-    (lambda _: Pipe(cast(Any, nn.Linear(8, 8))), "a Pipe of a Linear: it runs the layers"),
+    (lambda _: Pipe(cast(Any, nn.Linear(8, 8))), "a Linear in place of layers: those of an nn.Seq"),
+    (lambda _: Pipe(Around(nn.Linear(8, 8))), "a Around in place of layers"),
+    (lambda _: ProcessPipe(Around(nn.Linear(8, 8)), [1]), "a Around in place of layers"),
     (deepcopy, r"neither copied nor saved: copy or save its state_dict\(\)"),
     (lambda _: place_layers([*tower()], [2, 2], PLACED), r"sizes \[2, 2\] for 6 layers"),
 ]

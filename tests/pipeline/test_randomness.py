@@ -234,6 +234,17 @@ def test_what_draws_nothing_runs_as_it_is() -> None:
         F.layer_norm(torch.ones(3, 8), (8,))
 
 
+def test_inference_mode_draws_what_no_grad_does() -> None:
+    """Its operators arrive whole, and have no overload with a generator."""
+    drawn = []
+    with Pipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), 2) as pipe:
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            torch.manual_seed(0)
+            with mode:
+                drawn.append(pipe(torch.ones(4, 8)).tolist())
+    assert drawn[0] == drawn[1]
+
+
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
     with OfThread(CPU, 7).of(0, 0, True), pytest.raises(RuntimeError, match="native_dropout"):
         torch.native_dropout(torch.ones(4), 0.5, True)

@@ -287,7 +287,7 @@ def test_inputs_must_answer_as_the_example_did_and_a_copy_is_a_stage_of_its_own(
         ({"x": noise(2, 4), "times": 2}, r"value\['times'\] == 3"),
         (noise(2, 4), "Node type mismatch"),
     ):
-        with pytest.raises((AssertionError, ValueError), match=said):
+        with pytest.raises(ValueError, match=said):
             first(given)
     other, x = copy.deepcopy(first), {"x": noise(2, 4), "times": 3}
     before = first(x)[0]
