@@ -51,10 +51,11 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(rank: int, _: int) 
 @on_ranks(2)
 def test_a_backward_may_be_recorded(rank: int, _world: int) -> None:
     """For second derivatives, which are this rank's own."""
-    ddp: Any = DistributedDataParallel(nn.Linear(2, 1))
-    ddp(torch.full((1, 2), 1.0 + rank)).sum().backward(create_graph=True)
+    ddp: Any = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    nn.init.ones_(ddp.module.weight)
+    ddp(torch.full((1, 2), 1.0 + rank)).square().sum().backward(create_graph=True)
     ddp.average_gradients()
-    assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
+    assert ddp.module.weight.grad.tolist() == [[10, 10]]
 
 
 @on_ranks(2)
