@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -252,8 +253,8 @@ def run_schedule(args: argparse.Namespace) -> None:
     memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
-    print(f"{counted(n, 'rank')}, {m} micro-batches, at most {memory:g} held\n\n"
-          f"{'seconds':>23}\n"
+    print(f"{counted(n, 'rank')}, {counted(m, 'micro-batch')}, at most {memory:g} held\n\n"
+          f"{'seconds' if args.times else 'time':>23}\n"
           f"{found.name:12} {found.seconds_of_name:10.6g}   the best named schedule\n"
           f"{'found':12} {found.seconds:10.6g}   {less:.1%} less; {over:.1%} above the bound\n"
           f"{'bound':12} {found.bound:10.6g}   no order with these stages takes less")  # fmt: skip
@@ -263,8 +264,9 @@ def run_schedule(args: argparse.Namespace) -> None:
     output = args.output or Path("workdir") / f"schedule_{n}x{m}.txt"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(write_schedule(found.lists, output.name), "utf-8")
+    typed = shlex.join(["--schedule", str(output)])
     print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline --model gpt2-mini "
-          f"--world_size {n} --num_microbatches {m} --schedule {output}")  # fmt: skip
+          f"--world_size {n} --num_microbatches {m} {typed}")  # fmt: skip
 
 
 def run_simulate(args: argparse.Namespace) -> None:
@@ -279,10 +281,10 @@ def run_simulate(args: argparse.Namespace) -> None:
           f"bubble              {step.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {step.bubble_over_work:10.2%}   idle time over working time\n"
           f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
-          "micro-batches\n\nIdle time of a rank, on average")  # fmt: skip
-    for cause, idle in step.idle.items():
-        if idle > 1e-9 * step.seconds:  # more than rounding
-            print(f"  {cause:12} {idle:10.6g}")
+          "micro-batches")  # fmt: skip
+    idle = {cause: t for cause, t in step.idle.items() if t > 1e-9 * step.seconds}  # no rounding
+    for k, (cause, time) in enumerate(idle.items()):
+        print("\nIdle time of a rank, on average\n" * (k == 0) + f"  {cause:12} {time:10.6g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

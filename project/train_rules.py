@@ -34,11 +34,12 @@ def of_strategy(args: Options) -> Iterator[Rule]:
     """The rules between a strategy and its options, and those of the parts that it uses."""
     strategy, row, vgg = args.strategy, STRATEGIES[args.strategy], args.model == VGG
     ranks = math.prod(getattr(args, axis) for axis in FACTORS)
+    started = "--world_size" if torchrun("RANK", None) is None else "torchrun --nproc-per-node"
     of_text = args.tp * args.cp > 1 or Path(args.dataset).suffix.lower() == ".txt"
     drawn = args.precision == "bf16" or choose_device(args.device).type != "cpu"
     yield from [
         ("strategy world_size", args.world_size == ranks,
-         f"{' x '.join(FACTORS)} is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
+         f"{' x '.join(FACTORS)} is {ranks}", f"start {ranks} ranks: {started} {ranks} works"),
         ("strategy world_size", args.world_size == 1 or row.usual.get("world_size") != 1,
          f"{strategy} is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),

@@ -235,6 +235,6 @@ def _validate(results: Results, when: str) -> tuple[float, float]:
     if not math.isfinite(loss):
         said = f"{when}: the validation loss is {loss}"
         if results.args.on_nan == "stop":
-            raise RunError(f"{said}; {ADVICE}")
+            raise RunError(f"{said}; {ADVICE}, or --on_nan skip")
         results.say(f"{said}; the run goes on")
     return loss, accuracy

@@ -42,7 +42,7 @@ from .tasks.task import to_device
 
 WARMUP = 20  # steps, by default
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
-ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
+ADVICE = "try a lower --learning_rate, more --warmup_steps or --max_grad_norm 1"
 
 
 class Counts(NamedTuple):
@@ -253,7 +253,7 @@ class GlobalOptimizer:
         where = f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
         wrong = self._wrong(losses)
         if wrong and self.recipe.args.on_nan == "stop":
-            raise RunError(f"{where}: {wrong}; {ADVICE}")
+            raise RunError(f"{where}: {wrong}; {ADVICE}, or --on_nan skip")
         self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets resets it
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{where}: {wrong}, as were {MOST_IN_A_ROW - 1} before it; {ADVICE}")

@@ -167,7 +167,7 @@ def find_resume(args: Options) -> Resume:
     # What an older version has not saved is no difference.
     differ = [x for x in now if x in fixed and not _alike(x, now[x], was.get(x, now[x]))]
     if differ:
-        here = " ".join(spelt(key, now[key]) for key in differ)
+        here = " ".join(spelt(key, now[key]) for key in differ if key in args.typed) or "this run"
         there = ", ".join(spelt(key, was[key]) for key in differ)
         raise UserError(
             f"{here} with --resume: {name} was saved with {there}; keep that, in a program that "

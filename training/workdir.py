@@ -29,6 +29,7 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
 
     def say_what_is_saved(number: int, _: object) -> None:
         saved = names(args.workdir / CHECKPOINTS)
+        saved = saved if saved != earlier else []
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
         end_process(
             number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the "
@@ -36,6 +37,8 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
         )  # fmt: skip
 
     folder = _opened(args.workdir)
+    # Those of an earlier run are set aside only when this one begins.
+    earlier = [] if args.resume else names(args.workdir / CHECKPOINTS)
     try:
         if torchrun("RANK", 0) == 0:
             _lock(folder, args.workdir)

@@ -66,15 +66,19 @@ def load(schedule: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedu
         )
     if not function:
         try:
-            text = Path(path).read_text("utf-8")
+            text = Path(path).read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"schedule={schedule!r}: {error}") from None
         return read_schedule(text, f"schedule {path}")
-    functions = runpy.run_path(path)
-    if function not in functions:
-        raise ValueError(f"schedule={schedule!r}: {path} has no function {function}")
-    lists = functions[function](num_ranks, num_microbatches)
-    return read_schedule(write_schedule(lists, schedule), f"schedule {schedule}")
+    try:
+        lists = runpy.run_path(path)[function](num_ranks, num_microbatches)
+        text = write_schedule(lists, schedule)
+    except Exception as error:  # of a user's code, or of what it has returned
+        raise ValueError(
+            f"schedule={schedule!r}: {error!r}; {path} needs a function {function} of the numbers "
+            "of ranks and micro-batches, which returns a list of actions per rank"
+        ) from error
+    return read_schedule(text, f"schedule {schedule}")
 
 
 def refuse_other_sizes(

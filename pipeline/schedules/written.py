@@ -93,7 +93,8 @@ def read_schedule(text: str, source: str) -> Schedule:
     for s in set(range(len(ranks))) - {action.stage for action in places}:
         raise wrong((rows[ranks[s]][0], 1), f"rank {ranks[s]} has no action of stage {s}")
     try:
-        validate(schedule, count_microbatches(schedule))
+        # A mistyped number would make a list of all micro-batches below it.
+        validate(schedule, min(count_microbatches(schedule), 1 + len(places)))
     except ScheduleError as error:
         missing = rows[ranks[error.action.stage]][0], 1
         raise wrong(places.get(error.action, missing), str(error)) from None

@@ -399,6 +399,7 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     assert names_in("work/checkpoints") == steps
     _, error = run(line + "--num_batches 25 --resume", ranks)
     assert error is not None and "step 1 of 4" in error and "as were 19 before it" in error
+    assert error.endswith("--max_grad_norm 1")  # not --on_nan skip, which it has
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from experts.layer import Experts
 from experts.routing import Balance, balance_loss, excess, router_z_loss, tally
 from runtime.communicator import Communicator
+from training.launch.errors import counted
 
 from .gpt2 import FeedForward, Head, Sequences, gpt2_layers
 from .language import LanguageTask
@@ -127,7 +128,9 @@ class ExpertTask(SequenceTask):
     def describe(self) -> str:
         """With the experts."""
         args, first, *more = self.args, *super().describe().splitlines()
-        experts = f"{args.experts} experts in each block, {args.top_k} for each position"
+        experts = (
+            f"{counted(args.experts or 1, 'expert')} in each block, {args.top_k} for each position"
+        )
         experts += f", and {args.shared_experts} for every one" * bool(args.shared_experts)
         experts += f", shared by {args.ep} ranks" * (args.ep > 1)
         return "\n".join([first, experts, *more])

@@ -110,7 +110,7 @@ class LanguageTask(SequenceTask):
             if n < least:
                 raise UserError(
                     f"--dataset {args.dataset} --model_max_length {length}: {split} has {n} "
-                    "tokens, fewer than one sequence; a smaller length, or more text, works"
+                    "tokens, fewer than one sequence; more text works, or a smaller length"
                 )
             if most is not None and most * length < n:
                 chosen[split] = chosen[split].of(tokens[: most * length + 1])

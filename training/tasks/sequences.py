@@ -29,7 +29,7 @@ from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.cores import all_cores
 from runtime.dropout import Keys
 from training.files import TOKENS, json_text, moving
-from training.launch.errors import counted
+from training.launch.errors import UserError, counted
 from training.launch.world import World
 from training.options import Options
 from training.tasks.task import stream
@@ -355,9 +355,13 @@ class SequenceTask(TrainingTask, ABC):
         args = self.args
         if self.pretrained:
             return self.pretrained.config(num_tokens), self.pretrained.initialize
+        if num_tokens > (args.vocab_size or num_tokens):
+            raise UserError(
+                f"--vocab_size {args.vocab_size}: the tokenizer needs {num_tokens} tokens, for "
+                f"bytes and ends of texts; --vocab_size {num_tokens} works"
+            )
         config = gpt2_config(
-            args.model, max(num_tokens, args.vocab_size or round_vocab(num_tokens)),
-            args.model_max_length,
+            args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
             dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
         return config, initializer(config, args.seed)

@@ -171,13 +171,13 @@ def split_of(*names: str) -> str:
 
 
 def _which_files(groups: Mapping[str, Sequence[PathGroup]], others: Iterable[Path]) -> str:
-    """A line that says which files are which split, and which others have a split's name."""
+    """A line that says which files are which split, and which others look like data."""
     texts = []
     for split, files in groups.items():
         more = f" and {len(files) - MOST_NAMES} more" if len(files) > MOST_NAMES else ""
         named = ", ".join(file.name for group in files[:MOST_NAMES] for file in group)
         texts.append(f"{split} is {named}{more}")
-    if unread := sorted(file.name for file in others if splits_in(file.name)):
+    if unread := sorted(f.name for f in others if splits_in(f.name) or f.suffix.lower() in PACKED):
         texts.append(f"not read: {', '.join(unread)}")
     return f"{'; '.join(texts)}."
 

@@ -51,6 +51,7 @@ def test_what_is_written_reads_back() -> None:
         ("rank 0: F0 B0\nrank 1: B0 F0", "line 1, column 12: deadlock: the next actions wait for"),
         ("F0 B0 # last\n\nF0", "line 3, column 1: stage 1: B0 is there 0 times, not 1"),
         ("F0 B0 F0", "line 1, column 7: stage 0: F0 is there 2 times, not 1"),
+        ("F99999999 B99999999", "line 1, column 1: stage 0: B0 is there 0 times, not 1"),
         ("F1 B1", "line 1, column 1: stage 0: B0 is there 0 times, not 1"),
         ("F0 B0\nrank 2: F0 B0", "line 2, column 1: `rank 1:` comes next, not `rank 2:`"),
         ("ranks: F0 B0", "line 1, column 1: `rank 0:` comes next, not `ranks:`"),
@@ -95,9 +96,14 @@ def test_a_schedule_comes_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monk
         TypeError, match=r"schedule has 'F0' for an action: give a list of Action\("
     ):
         validated([["F0", "B0"]], (0,), 1)  # type: ignore[list-item]
+    Path("mark.txt").write_text(text, "utf-8-sig")  # with a byte order mark
+    assert load("mark.txt") == lists
+    Path("wrong.py").write_text("def nothing(n, m): pass\ndef one(n): pass\n", "utf-8")
     for word, said in (
+        ("wrong.py:nothing", r"TypeError.*; wrong.py needs a function nothing of the numbers of"),
+        ("wrong.py:one", r"TypeError.*one\(\) takes 1 positional .*needs a function one of the"),
         ("none.txt", "schedule='none.txt': there is no such file; the names are gpipe, 1f1b"),
-        ("module.py:none", "module.py has no function none"),
+        ("module.py:none", "KeyError.'none'.; module.py needs a function none of the numbers"),
     ):
         with pytest.raises(ValueError, match=said):
             load(word)

@@ -313,9 +313,11 @@ def test_the_files_of_a_folder(tmp_path: Path, names: str, expected: dict[str, l
 
 
 def test_a_name_of_two_splits_is_refused_and_a_packed_one_is_told(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "dev.jsonl.gz"):
+    for name in ("a.jsonl", "dev.jsonl.gz", "b.jsonl.zst"):
         (tmp_path / name).write_text(json.dumps({"de": "x", "en": "y"}))
-    assert texts_of(tmp_path).source.notes == ["train is a.jsonl; not read: dev.jsonl.gz."]
+    assert texts_of(tmp_path).source.notes == [
+        "train is a.jsonl; not read: b.jsonl.zst, dev.jsonl.gz."
+    ]
     (tmp_path / "train_test.jsonl").touch()
     with pytest.raises(UserError, match=r"train_test.jsonl may be test or train, .* test-1.jsonl"):
         texts_of(tmp_path)

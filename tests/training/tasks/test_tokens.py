@@ -232,6 +232,12 @@ def filled(folder: Path, *lists: Any) -> None:
     write_tokens(folder / "a", lists, np.uint16)
 
 
+def test_a_vocabulary_has_room_for_all_bytes() -> None:
+    task: Any = SimpleNamespace(args=Options(vocab_size=100), pretrained=None)
+    with pytest.raises(UserError, match=r"^--vocab_size 100: .* 259 tokens, .* 259 works$"):
+        SequenceTask.config_and_weights(task, 259)
+
+
 @pytest.mark.parametrize(("tokens", "room"), [(13, 24), (1, 20)], ids=["ids", "bounds"])
 def test_a_full_disk_leaves_no_tokens(tmp_path: Path, tokens: int, room: int) -> None:
     """Though a library keeps the last bytes to itself until the end."""
