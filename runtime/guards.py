@@ -59,15 +59,16 @@ def guarded(
 
     Raises RuntimeError or ValueError for what the head of this file names.
     """
-    looked_at, name = checked and torch.is_grad_enabled(), ""
-    foreign = ForeignLeaves(value, parameters) if looked_at else None
-    for k, (name, layer) in enumerate(layers.items()):
-        with buffers_unchanged(layer, name, looked_at and runs_again):
+    if not (checked and torch.is_grad_enabled()):
+        for k, layer in enumerate(layers.values()):
             value = run(k, layer, value)
-        if foreign is not None:
-            foreign.refuse(value, name)
-    if looked_at:
-        refuse_shared_memory(value, name)
+        return value
+    name, foreign = "", ForeignLeaves(value, parameters)
+    for k, (name, layer) in enumerate(layers.items()):
+        with buffers_unchanged(layer, name, runs_again):
+            value = run(k, layer, value)
+        foreign.refuse(value, name)
+    refuse_shared_memory(value, name)
     return value
 
 
