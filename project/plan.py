@@ -253,7 +253,7 @@ def run_schedule(args: argparse.Namespace) -> None:
     memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
-    print(f"{counted(n, 'rank')}, {counted(m, 'micro-batch')}, at most {memory:g} held\n\n"
+    print(f"{counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}, at most {memory:g} held\n\n"
           f"{'seconds' if args.times else 'time':>23}\n"
           f"{found.name:12} {found.seconds_of_name:10.6g}   the best named schedule\n"
           f"{'found':12} {found.seconds:10.6g}   {less:.1%} less; {over:.1%} above the bound\n"

@@ -280,7 +280,7 @@ MACHINES: list[tuple[int, Started, str, int | str]] = [
     (0, (4, 4), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 4),  # two replicas, or one:
     (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
     (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
-     "3d --world_size 3: dp x cp x pp x tp is 2; start 2 ranks: --world_size 2 works"),
+     "3d --world_size 3: dp x cp x pp x tp is 2; start 2 ranks: torchrun --nproc-per-node 2 works"),
     (0, (2, 2), DP + "-w 2", 2),
     (0, (2, 2), DP + "-w 4", "--world_size 4: torchrun started 2; leave it out"),
     (0, (4, 4), PP, "--model_parallel_mode none: torchrun started 4 ranks, and run_pipeline.py is "
