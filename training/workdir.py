@@ -28,17 +28,18 @@ def alone_in_workdir(args: Options) -> Iterator[None]:
     """
 
     def say_what_is_saved(number: int, _: object) -> None:
-        saved = names(args.workdir / CHECKPOINTS)
-        saved = saved if saved != earlier else []
+        saved = names(checkpoints)
+        if saved and earlier is not None and os.path.samestat(earlier, checkpoints.stat()):
+            saved = []
         then = f"--resume continues from {saved[-1]}" if saved else "nothing is saved"
         end_process(
             number, message=f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the "
             "current step, and --save_every N every N steps.)\n",
         )  # fmt: skip
 
-    folder = _opened(args.workdir)
-    # Those of an earlier run are set aside only when this one begins.
-    earlier = [] if args.resume else names(args.workdir / CHECKPOINTS)
+    folder, checkpoints = _opened(args.workdir), args.workdir / CHECKPOINTS
+    # An earlier run's are set aside, with their folder, when this one begins to train.
+    earlier = None if args.resume or not checkpoints.is_dir() else checkpoints.stat()
     try:
         if torchrun("RANK", 0) == 0:
             _lock(folder, args.workdir)

@@ -37,7 +37,9 @@ from training.launch.signals import ENDING_SIGNALS, set_handlers, end_process
 from training.options import Options
 from training.workdir import alone_in_workdir
 
-for number, resume in ((signal.SIGINT, True), (signal.SIGTERM, False)):
+for number, resume, aside in (
+    (signal.SIGINT, True, False), (signal.SIGTERM, False, False), (signal.SIGTERM, False, True)
+):
     for handler in (signal.SIG_DFL, signal.SIG_IGN):
         if child := os.fork():
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -45,6 +47,9 @@ for number, resume in ((signal.SIGINT, True), (signal.SIGTERM, False)):
         signal.signal(number, handler)
         set_handlers(ENDING_SIGNALS, end_process)
         with alone_in_workdir(Options(workdir=Path("work"), resume=resume)):
+            if aside:
+                os.rename("work/checkpoints", f"work/earlier_{int(handler)}")
+                os.makedirs("work/checkpoints/000001-epoch0-step4")
             try:
                 os.kill(os.getpid(), number)
             finally:
@@ -58,10 +63,11 @@ def test_a_signal_says_what_is_saved_and_ends_at_once_unless_it_is_ignored(tmp_p
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     Path("work/checkpoints/000001-epoch0-step4").mkdir(parents=True)
     done = run_warm([str(tmp_path / "interrupted.py")], tmp_path)
-    assert done.stdout == f"{128 + 2}\nwent on 0\n{128 + 15}\nwent on 0\n"
-    # A run that does not resume has not set the earlier one's checkpoint aside yet.
+    assert done.stdout == f"{128 + 2}\nwent on 0\n{128 + 15}\nwent on 0\n{128 + 15}\nwent on 0\n"
+    # A run that does not resume sets the earlier one's checkpoints aside, but not at once.
+    has = "--resume continues from 000001-epoch0-step4"
     assert done.stderr == "".join(
         f"\nInterrupted; {then}. (Ctrl-C saves nothing; SIGTERM saves the current step, and "
         "--save_every N every N steps.)\n"
-        for then in ("--resume continues from 000001-epoch0-step4", "nothing is saved")
+        for then in (has, "nothing is saved", has)
     )
