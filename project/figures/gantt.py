@@ -96,7 +96,7 @@ def draw_gantt(
     total = max(map(duration, panels.values())) or 1.0
     heights = [0.65 * len(workers) + 0.4 for workers in panels.values()]
     grid = {"nrows": len(panels), "height_ratios": heights, "sharex": True}
-    kinds = {"no action"}  # clipping has none, and its rank is not idle
+    kinds = {"idle"}
     with picture(path, title, foot, (13.33, 2.3 + sum(heights)), **grid) as (fig, axes):
         for ax, (heading, workers) in zip(axes, panels.items(), strict=True):
             idle = bubbles(workers)

@@ -30,7 +30,7 @@ COLOURS = {  # by kind, in the order of the legend
     "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
     "send": PURPLE, "receive": BLUE, "all-reduce": VERMILION, "all-gather": "#8C510A",
     "reduce-scatter": "#5E3C99", "all-to-all": "#E78AC3", "wait for all ranks": INK,
-    "idle": FAINT, "no action": FAINT, "rest of the peak": FAINT,
+    "idle": FAINT, "rest of the peak": FAINT,
     "baseline": GREY, "measured": SKY, "ideal": "white",
 }  # fmt: skip
 STYLE = {

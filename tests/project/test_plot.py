@@ -315,7 +315,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
     below = [label.get_text() for label in ideal.get_yticklabels()]
     assert below == ["rank 0\n33% idle", "rank 1\n33% idle"]
-    assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "no action"]
+    assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "idle"]
     assert inside(ideal) == ["0", "1", "0", "1"] * 2
     spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
     assert spans == [
