@@ -29,9 +29,8 @@ COLOURS = {  # by kind, in the order of the legend
     "forward": SKY, "recompute": YELLOW, "backward": ORANGE, "backward (input)": "#F5CE85",
     "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
     "send": PURPLE, "receive": BLUE, "all-reduce": VERMILION, "all-gather": "#8C510A",
-    "reduce-scatter": "#5E3C99", "all-to-all": "#E78AC3", "wait for all ranks": INK,
-    "idle": FAINT, "rest of the peak": FAINT,
-    "baseline": GREY, "measured": SKY, "ideal": "white",
+    "reduce-scatter": "#5E3C99", "all-to-all": "#E78AC3", "wait for all ranks": INK, "idle": FAINT,
+    "rest of the peak": FAINT, "baseline": GREY, "measured": SKY, "ideal": "white",
 }  # fmt: skip
 STYLE = {
     "font.size": 12, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
