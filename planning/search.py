@@ -272,11 +272,11 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 --rdzv-id my_run "
             "--local-addr THIS_HOST project/train.py"
         )
-    words = f"gpt2 --n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
-    if preset and preset.startswith("gpt2"):  # train.py has no other presets
-        known, sizes = MODELS[preset], ("layers", "hidden", "heads")
-        if all(getattr(known, size) == getattr(model, size) for size in sizes):
-            words = preset
+    # train.py has no other presets. A preset has a learning rate, too.
+    words = preset if preset and preset.startswith("gpt2") else "gpt2"
+    known, sizes = MODELS[words], ("layers", "hidden", "heads")
+    if any(getattr(known, size) != getattr(model, size) for size in sizes):
+        words += f" --n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
     # Without --vocab_size train.py takes as many tokens as its tokenizer learns.
     words = f"--model {words} --vocab_size {model.vocab}"
     if model.experts > 1:

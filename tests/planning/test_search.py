@@ -153,13 +153,13 @@ def test_every_cut_divides_heads_and_the_mlp() -> None:
             assert {layout.tp for layout in layouts(model, 8, 64, **given)} == cuts
 
 
-def test_a_preset_is_named_if_its_sizes_are() -> None:
+def test_a_preset_is_named_with_the_sizes_that_differ() -> None:
     """The length of sequences is an option of its own."""
     layout = Layout(8, dp=8, batch_size=64)
     for model, preset, words in (
         (replace(MODEL, seq=512), "gpt2-medium", "gpt2-medium --vocab_size 50257 "),
         (replace(MODEL, vocab=512, experts=2), "gpt2-medium", "gpt2-medium --vocab_size 512 "),
-        (replace(MODEL, layers=5), "gpt2-medium", "gpt2 --n_layer 5 "),
+        (replace(MODEL, layers=5), "gpt2-medium", "gpt2-medium --n_layer 5 "),
         (model_of("gpt3-175b"), "gpt3-175b", "gpt2 --n_layer 96 "),
     ):
         assert f"train.py ddp --model {words}" in command(model, layout, A100, preset)
