@@ -7,16 +7,16 @@ Idea (ZeRO): the rank that holds shard r of the parameters also updates it, so o
 the shard's gradients and optimizer state. Layers gather their parameters just before using them:
 
     compute   | F0       | F1       | F2 | B2       | B1       | B0       | update
-    gather      1          2               1          (0)
-    reduce                                            2          1
-    free                  0          1                     2          1          0
+    gather      1          2               1
+    free                  0          1              2          1
+    reduce                                           2          1          0
 
 While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
 no rank holds more than two layers' parameters whole. A layer is freed when it has computed; in
 backward, before its gradients are sent. Layer 2 stays after its forward: its backward is next.
 (CPU ranks of one machine read each other's memory: there nothing is in transit. A layer's shards
 are read when it computes, and its gradients added up when the layer below has its own.) Layer 0 is
-an embedding, whose backward needs no weights: so (0) is left out.
+an embedding, whose backward needs no weights: it is not gathered again.
 
 `zero` says what is sharded: with 2 gradients and optimizer state, with 3 also the parameters.
 (zero1.py shards the optimizer state alone, for any layout.) Bytes in fp32 with AdamW for W ranks

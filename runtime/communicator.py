@@ -253,8 +253,8 @@ class Communicator:
 
     def start_sum(self, x: Tensor, divisor: int = 1) -> Finish:
         """Begins to replace a flat tensor from `keep` by its sum over the ranks, divided by
-        `divisor`. Once it is finished, all may read it after the next `barrier`. A rank alone
-        divides nothing.
+        `divisor`. Once it is finished, all may read it after the next `barrier`. With one rank `x`
+        stays as it is.
 
         Through memory rank r adds up part r of W, in all ranks' memory:
 

@@ -12,8 +12,10 @@ Kept by each of K stages, for L layers and M micro-batches of a batch of N examp
     except_last   the same                       as always, and everything of the last micro-batch
     sqrt          N sqrt(L/K)  +  N/M sqrt(L/K)  the inputs of segments; of one segment, the rest
 
-Where one micro-batch is held at a time (one stage, data parallelism, shards) a segment per stage
-saves nothing: there `always` recomputes layer by layer, except the last, whose backward is next.
+With one stage, data parallelism or shards, a rank holds one micro-batch at a time, and a segment
+per stage would save nothing: there `always` recomputes layer by layer, except the last layer, whose
+backward is next. When: a stage computes its last segment again before it waits for the gradient
+(executor.py), and each other segment just before its own backward.
 
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
 a stage seeds them for each layer and micro-batch (randomness.py), elsewhere the generators are

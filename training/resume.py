@@ -69,8 +69,8 @@ DECIDE = {
 }  # fmt: skip
 # And these, unless the rates of all steps that were done would have been the same.
 OF_RATES = {"learning_rate", "lr_scheduler", "warmup_steps", "decay_steps", "min_lr"}
-# Of each of these two sets a resume takes all options or, if one of them was typed, none. They say
-# how long the run is, and how the ranks compute it.
+# How long the run is, and how the ranks compute it. If one option of such a set was typed, a resume
+# takes no other option of it from the saved run either.
 LENGTH = {"n_epochs", "num_batches"}
 OF_LAYOUT = {
     "world_size", *AXES, "zero", "sequence_parallel", "attention", "schedule", "chunks", "balance",

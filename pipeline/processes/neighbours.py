@@ -42,8 +42,8 @@ class PeerChannel(Channel):
         self.most = 1
 
     def put(self, i: int, value: Any) -> None:
-        """Sends micro-batch i (-1: none). If more than `most` are under way, waits for the oldest,
-        which in a step has been received by then (`Neighbours.start_step`): no rank is waited for.
+        """Sends micro-batch i (-1: none). If more than `most` messages are under way, takes
+        back the memory of the oldest, which has been received: `Neighbours.start_step` says why.
         """
         with self._named("handing", i), self._acting("send", self._ends[0], i, self._link.peer):
             self.sends.append(self._link.send((self._what, i), value))
@@ -147,8 +147,8 @@ class Neighbours:
 
     def start_step(self, schedule: Schedule) -> None:
         """Lets each channel keep the memory of n messages, instead of one per micro-batch. n is the
-        most micro-batches that the schedule lets a rank hold. The message before these n has been
-        received, so a send does not wait for its receiver.
+        most micro-batches that the schedule lets a rank hold. When a message is sent, all but the
+        last n before it have been received: so no send waits for its receiver.
 
         Why: when stage s - 1 sends its k-th activation, it has the gradients of at least k - n
         micro-batches (it holds at most n between their forward and backward), so stage s has

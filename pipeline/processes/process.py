@@ -258,7 +258,8 @@ class ProcessPipe:
 
     def sum_tied(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds up the gradients of parameters that are on several stages over these, with the same
-        bits on all of their ranks. All ranks call it together, after a `train_step` with `ready`.
+        bits on all of their ranks. All ranks call it together, after a `train_step` with `ready`;
+        without `ready` the step has done it.
 
         Args:
             parameters: this rank's, by their names; or what an optimizer updates instead of tied

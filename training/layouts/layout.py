@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # an interface brings in no task
 class Held:
     """A rectangle of one of the model's tensors, which this rank holds.
 
-    Each element of the model's gradient is counted once in its norm. Which of the ranks that hold
-    it when the update begins counts it (`counts`) depends on how it is held:
+    Each element of the model's gradient is counted once in its norm. If several ranks hold it when
+    the update begins, one of them counts it (`counts`):
 
         whole on W replicas          the parameters are dealt out: replica i % W counts the i-th
         in shards over replicas      each rank its shard
