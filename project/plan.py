@@ -283,8 +283,10 @@ def run_simulate(args: argparse.Namespace) -> None:
           f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
           "micro-batches")  # fmt: skip
     idle = {cause: t for cause, t in step.idle.items() if t > 1e-9 * step.seconds}  # no rounding
-    for k, (cause, time) in enumerate(idle.items()):
-        print("\nIdle time of a rank, on average\n" * (k == 0) + f"  {cause:12} {time:10.6g}")
+    if idle:
+        print("\nIdle time of a rank, on average")
+    for cause, time in idle.items():
+        print(f"  {cause:12} {time:10.6g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
