@@ -87,7 +87,8 @@ class Neighbours:
 
     Args:
         ranks: the rank of each stage.
-        tied: by name of each parameter that several stages use, the ranks of these stages.
+        tied: by name of each parameter that several stages use, the ranks of these stages; in the
+            same order on all ranks, which make the links and add up the terms in it.
         groups: from `message_groups`. All their ranks make their neighbours together.
     """
 
