@@ -42,6 +42,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -79,7 +80,6 @@ class Bucket:
         self.parameters, self.flat, self.communicator = parameters, flat, communicator
         self.views = [view_like(p, view) for p, view in zip(parameters, views, strict=True)]
         self.waiting = len(parameters)
-        self.arrived = 0  # gradients, in backwards that send nothing
         self.started, self.started_at = False, 0.0
 
     def start_exchange(self) -> None:
@@ -101,7 +101,7 @@ class Bucket:
         for p, view in zip(self.parameters, self.views, strict=True):
             make_dense(p)
             gradient = p.grad
-            if gradient is not None and gradient.data_ptr() != view.data_ptr():
+            if gradient is not None and gradient is not view:
                 views.append(view)
                 gradients.append(gradient)
                 p.grad = view  # a next backward adds to it in place
@@ -199,12 +199,17 @@ class GradientBuckets:
         # The garbage collector does not see what a hook refers to: no hook may keep the buckets.
         weak = weakref.ref(self)
 
-        def tell(p: Tensor) -> None:
-            if (buckets := weak()) is not None:
+        def tell(p: Tensor, always: bool = False) -> None:
+            buckets = weak()
+            if buckets is not None and (always or buckets._sync):
                 buckets.ready((cast(nn.Parameter, p),))
 
-        for p in self._bucket_of:  # a hook runs in each backward, once its p.grad is added to
-            p.register_post_accumulate_grad_hook(tell)
+        for bucket in self.buckets:
+            for p in bucket.parameters:  # a hook runs in each backward, once p.grad is added to
+                is_last = p is bucket.parameters[-1]
+                p.register_post_accumulate_grad_hook(
+                    partial(tell, always=True) if is_last else tell
+                )
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """A backward has added the gradients of these parameters to their p.grad: buckets that are
@@ -217,9 +222,8 @@ class GradientBuckets:
                     "inside no_sync()"
                 )
             if not self._sync:
-                bucket.arrived += 1
-                if bucket.arrived % len(bucket.parameters) == 0:  # else their memory stays, too
-                    bucket.adopt()
+                if p is bucket.parameters[-1]:  # most often the last to come
+                    bucket.adopt()  # else the gradients' own memory stays, too
                 continue
             bucket.waiting -= 1  # a full bucket waits for earlier ones: one order everywhere
             while self._next < len(self.buckets) and not self.buckets[self._next].waiting:

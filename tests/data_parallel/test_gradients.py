@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from operator import is_
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.buckets import GradientBuckets, SummedBucket, in_backward_order
-from data_parallel.gradients import average_gradients, average_gradients_flat
+from data_parallel.gradients import (
+    DistributedDataParallel,
+    average_gradients,
+    average_gradients_flat,
+)
 from runtime.communicator import Communicator
-from tests.pipeline.pipeline_models import gradients
+from tests.pipeline.pipeline_models import Operators, gradients
 from tests.ranks import Ranks, sharing
 from tests.remote import on_ranks
 
@@ -115,6 +120,20 @@ def test_every_way_gives_the_mean_on_every_rank(three_ranks: Ranks, way: str) ->
         assert _furthest(first, want) > 1e-4 or way != "in bf16"
         for other in found[1:]:
             assert all(torch.equal(other[step][n], g) for n, g in first.items() if g is not None)
+
+
+@on_ranks(2)
+def test_a_local_backward_leaves_its_gradients_in_the_buckets(_rank: int, _world: int) -> None:
+    """They would take memory twice until the next exchange. Later ones are added in place."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    (bucket,) = ddp.buckets.buckets
+    for copies in (1, 0):
+        with ddp.no_sync(), Operators() as operators:
+            ddp(torch.ones(5, 3)).sum().backward()
+        assert all(map(is_, [p.grad for p in bucket.parameters], bucket.views))
+        assert operators.counts[torch.ops.aten._foreach_copy_] == copies
+    ddp.average_gradients()
 
 
 @on_ranks(3)
