@@ -146,7 +146,7 @@ class GatheredLayer:
     def _run(self, graph: LayerGraph, checkpoint: bool, checked: bool, entered: Any) -> Any:
         parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
-        trained = [p for ps in graph.leaves.values() for p in ps]
+        trained = {p for ps in graph.leaves.values() for p in ps}
         before, layers = self._writes(), {self.name: self.module}
         again = graph.draws.entered() if checkpoint else nullcontext()  # `recompute` draws the same
         notes = saved_tensors_hooks(self._pack, _unpack)  # not views

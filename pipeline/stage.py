@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from runtime.graph import Gradients, Graph, memory_of
 from runtime.guards import guarded
-from runtime.linear import WeightsLater
+from runtime.linear import WeightsLater, add_gradients
 from runtime.randomness import OfProcess, OfThread
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
@@ -69,8 +69,8 @@ class _Part:
 class _Kept:
     """A micro-batch between its forward and the end of its backward."""
 
-    graphs: list[tuple[_Part, Graph]]
-    later: WeightsLater
+    parts: list[tuple[_Part, Graph, WeightsLater]]
+    sums: Gradients  # of parameters with several gradients
 
 
 @dataclass(eq=False)
@@ -130,27 +130,27 @@ class Stage:
 
         Without grad mode nothing is kept.
         """
-        kept = _Kept([], WeightsLater(self._totals, self._shared, self._casts))
+        kept = _Kept([], {})
         for part in self._parts:
-            graph = Graph(self.memory)
-            is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
-            run = partial(self._layers, i, part, kept.later)
+            graph, later = Graph(self.memory), self._later(part, kept)
+            is_first = self.index == 0 and not kept.parts  # the batch is the caller's
+            run = partial(self._layers, i, part, later)
             value = graph.record(value, run, is_first, self._checkpoints(i, part))
-            kept.graphs.append((part, graph))  # value: detached, the next part's input
+            later = self._later(part, kept) if graph.checkpointed else later  # it will run again
+            kept.parts.append((part, graph, later))  # value: detached, the next part's input
         if torch.is_grad_enabled():
             self._kept[i] = kept
         return value
 
     def checkpointed(self, i: int) -> bool:
         """Whether the backward of micro-batch i starts with a forward: `compute_again`."""
-        return self._with_graph(i).graphs[-1][1].checkpointed  # where backward starts
+        return self._with_graph(i).parts[-1][1].checkpointed  # where backward starts
 
     def compute_again(self, i: int) -> None:
         """Runs the forward of micro-batch i, or of its last segment, again. Backward would do it
         too, but here the gradient need not have arrived yet."""
-        kept = self._with_graph(i)
-        part, graph = kept.graphs[-1]
-        graph.recompute(partial(self._layers, i, part, kept.later))
+        part, graph, later = self._with_graph(i).parts[-1]
+        graph.recompute(partial(self._layers, i, part, later))
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Runs the backward of micro-batch i and frees it; returns the gradients of its input.
@@ -171,17 +171,14 @@ class Stage:
         """
         kept = self._with_graph(i)
         del self._kept[i]  # if what follows raises, no second backward may go on from there
-        kept.later.at_once = at_once
-        for part, graph in reversed(kept.graphs):  # dx is the next part's dy
-            graph.recompute(partial(self._layers, i, part, kept.later))  # if it was checkpointed
+        for part, graph, later in reversed(kept.parts):  # dx is the next part's dy
+            graph.recompute(partial(self._layers, i, part, later))  # if it was checkpointed
             # A checkpoint repeats a forward there, which must draw nothing new. Watching each call
             # of torch takes a third as long as the backward.
-            watched = self._draws.in_backward() if self.checked else nullcontext()
-            with kept.later, watched:
-                gradients, new = graph.differentiate(part.parameters, gradients, self.retain_graph)
-            kept.later.add(new)
+            with self._draws.in_backward() if self.checked else nullcontext():
+                gradients = later.first_half(graph, gradients, at_once, self.retain_graph)
             if at_once:
-                self._second_half(part, kept.later)
+                self._second_half(part, kept, later)
             if not self.retain_graph:
                 graph.release()  # x and y; products keep what the second half needs
         self._kept[i] = kept
@@ -190,10 +187,11 @@ class Stage:
     def backward_weight(self, i: int) -> None:
         """Computes what `backward_input` has left; frees the micro-batch."""
         kept = self._with_graph(i)
-        if not kept.later.at_once:
-            for part, _ in reversed(kept.graphs):
-                self._second_half(part, kept.later)
-        kept.later.end()
+        for part, _, later in reversed(kept.parts):
+            if not later.at_once:
+                self._second_half(part, kept, later)
+        add_gradients(self._totals, kept.sums)
+        kept.sums.clear()
         self._ended += 1
         if not self.retain_graph:
             del self._kept[i]
@@ -204,12 +202,15 @@ class Stage:
         self._totals.clear()
         return taken
 
-    def _second_half(self, part: _Part, later: WeightsLater) -> None:
+    def _later(self, part: _Part, kept: _Kept) -> WeightsLater:
+        return WeightsLater(part.parameters, self._totals, kept.sums, self._shared, self._casts)
+
+    def _second_half(self, part: _Part, kept: _Kept, later: WeightsLater) -> None:
         """Computes the gradients that wait. In the last backward, delivers those of the part: those
         in the sums of the micro-batch are not yet complete, and stay."""
         later.add_products()
         if self.deliver is not None and self._ended + 1 == self.num_microbatches:
-            stay = {*later.sums, *self._shared}
+            stay = {*kept.sums, *self._shared}
             whole = [p for p in part.parameters if p in self._totals and p not in stay]
             self.deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 
@@ -223,7 +224,7 @@ class Stage:
     def _layers(self, i: int, part: _Part, later: WeightsLater, value: Any) -> Any:
         """Calls the layers of a part, and what follows them. Each draws random numbers of its own,
         and its weights' gradients may wait."""
-        layers, products = part.layers, len(later.products)
+        layers = part.layers
         if self.tail and part is self._parts[-1]:
             layers = layers | {"loss_fn": partial(self.tail, i)}
         runs_again = self.recompute != NEVER
@@ -233,8 +234,8 @@ class Stage:
                 return layer(value)
 
         with later:
-            value = guarded(value, layers, part.parameters, runs_again, self.checked, run)
-        del later.products[products:]  # from a layer that differentiates inside its forward
+            value = guarded(value, layers, later.leaves, runs_again, self.checked, run)
+        later.products.clear()  # from a layer that differentiates inside its forward
         return value
 
     def _with_graph(self, i: int) -> _Kept:

@@ -100,12 +100,12 @@ class Graph:
 
     def differentiate(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Any],
         gradients: Sequence[Tensor | None],
         retain_graph: bool = False,
-    ) -> tuple[list[Tensor | None], Gradients]:
-        """The gradients of x and of the parameters. They may share memory, with each other and with
-        `gradients`.
+    ) -> tuple[list[Tensor | None], dict[Any, Tensor]]:
+        """The gradients of x and of the parameters, or of other leaves or edges of the graph. They
+        may share memory, with each other and with `gradients`.
 
         `gradients` has one entry per leaf of y, and the first result one per leaf of x: None
         for a leaf without a gradient.

@@ -21,7 +21,7 @@ at most 16 steps after that. Hooks, inputs and scales are looked at in every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -43,7 +43,7 @@ def is_checked(step: int) -> bool:
 def guarded(
     value: Any,
     layers: Mapping[str, Callable[[Any], Any]],
-    parameters: Iterable[Tensor],
+    leaves: Container[Tensor],
     runs_again: bool,
     checked: bool = True,
     run: Callable[[int, Any, Any], Any] = lambda _, layer, value: layer(value),
@@ -52,7 +52,7 @@ def guarded(
 
     Args:
         layers: by the name that an error message uses.
-        parameters: the trained parameters of all layers.
+        leaves: the trained parameters of all layers, and what was made of them for one product.
         runs_again: whether the layers will run again, for their backward.
         checked: whether this pass is looked at; False only runs them.
         run: calls a layer, the k-th of them, with a value.
@@ -63,7 +63,7 @@ def guarded(
         for k, layer in enumerate(layers.values()):
             value = run(k, layer, value)
         return value
-    name, foreign = "", ForeignLeaves(value, parameters)
+    name, foreign = "", ForeignLeaves(value, leaves)
     for k, (name, layer) in enumerate(layers.items()):
         with buffers_unchanged(layer, name, runs_again):
             value = run(k, layer, value)
@@ -77,11 +77,11 @@ class ForeignLeaves:
 
     Args:
         inputs: what the first layer gets. What lies before it is not looked at.
-        parameters: the only leaves that the graph may have.
+        known: the only leaves that the graph may have; there may be more of them by and by.
     """
 
-    def __init__(self, inputs: Any, parameters: Iterable[Tensor]) -> None:
-        self._parameters = {id(p): p for p in parameters}  # kept alive, so that ids are unique
+    def __init__(self, inputs: Any, known: Container[Tensor]) -> None:
+        self._known = known
         # Over all calls: a value's graph contains those of the layers before it.
         self._seen = {get_gradient_edge(t).node for t in tensors_of(inputs) if t.requires_grad}
 
@@ -96,7 +96,7 @@ class ForeignLeaves:
             if node in self._seen:
                 continue
             self._seen.add(node)
-            if type(node) is _LEAF and id(node.variable) not in self._parameters:
+            if type(node) is _LEAF and node.variable not in self._known:
                 raise RuntimeError(
                     f"{who} uses a tensor that requires grad and is neither part of its input nor "
                     "one of its parameters: its gradient would be lost. Let the layers before hand "

@@ -7,17 +7,22 @@ micro-batches that takes a tenth of the second half.
 
 Idea. Nearly all work on weights is in products y = x w + b, and all our layers compute them by
 `linear`, or by `multiplied`, which it calls: whole matrices, those that are cut over ranks, and
-those of experts. While a stage runs a layer, both use an autograd function whose backward returns
-dx = dy w' at once and, instead of dw = x' dy and db = sum of dy, notes (x, dy).
-`WeightsLater.add_products` computes dw and db from the notes when the schedule says so; the product
-x' dy is added to the sum over micro-batches directly. A whole backward is the first half followed
-at once by the second, so the bits are the same. Everything else (norms, embeddings, convolutions,
-products of a user's own) is differentiated in the first half. Outside a stage, as in data
-parallelism, `linear` is torch's own function.
+those of experts. While a stage runs a layer, the backward of a product computes dx = dy w' at once
+and, instead of dw = x' dy and db = sum of dy, notes (x, dy). `WeightsLater.add_products` computes
+dw and db from the notes when the schedule says so; the product x' dy is added to the sum over
+micro-batches directly. A whole backward is the first half followed at once by the second, so the
+bits are the same. Everything else (norms, embeddings, convolutions, products of a user's own) is
+differentiated in the first half. Outside a stage, as in data parallelism, `linear` is torch's own
+function.
+
+Where dy is found. A product by one whole matrix is torch's own, by a weight that requires no
+gradient at that moment; backward asks autograd for the gradient of y, too, which it hands over in
+passing. So no Python runs inside that backward. Products of experts, and those that exchange
+something with other ranks, have an autograd function, `_Multiplied`. Products inside
+`torch.utils.checkpoint`, which must not keep x, do not wait.
 
 During a step `WeightsMayWait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls
-`linear`. A `Product` need not be by one matrix: that of experts is by several. All products have
-the same autograd function.
+`linear`. A `Product` need not be by one matrix: that of experts is by several.
 
 Where each rank has some columns of w, its dx is only one term of a sum over the ranks. An
 `AroundProduct` starts that sum before the weight's gradient is computed, if the latter is not left
@@ -42,17 +47,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from runtime.graph import Gradients
-from runtime.sums import narrowed
+from runtime.graph import Gradients, Graph
+from runtime.sums import is_autocast, narrowed
 
 
 class AroundProduct(NamedTuple):
@@ -73,9 +79,6 @@ class Product(Protocol):
     under autocast.
     """
 
-    torch_differentiates: bool
-    """Whether `y` consists of torch's own functions."""
-
     def y(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor: ...
     def dx(self, dy: Tensor, w: Tensor) -> Tensor: ...
     def add_dw(self, total: Tensor, x: Tensor, dy: Tensor, fresh: bool) -> None: ...
@@ -87,7 +90,6 @@ class OneMatrix:
     """All rows by one weight, [K, N]; `transposed`: [N, K]."""
 
     transposed: bool
-    torch_differentiates: bool = True
 
     def y(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return F.linear(x, w if self.transposed else w.t(), b)
@@ -103,7 +105,7 @@ class OneMatrix:
         add_rows(total, dy, fresh)
 
 
-_ONE_MATRIX = {transposed: OneMatrix(transposed) for transposed in (False, True)}
+ONE_MATRIX = {transposed: OneMatrix(transposed) for transposed in (False, True)}
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
@@ -130,8 +132,8 @@ class Operands:
     weight: nn.Parameter
     bias: nn.Parameter | None  # None: there is none, or it is frozen
     x: Tensor  # R K
-    dy: Tensor  # R N
     exchanged: bool  # then dw is computed, then added: the same bits as if computed at once
+    dy: Any = None  # R N; before the backward None
     dw: Tensor | None = None  # if it was computed at once
 
     @property
@@ -162,7 +164,8 @@ class Operands:
 
 
 class WeightsLater:
-    """The gradients of one micro-batch in a stage, on their way to the totals over micro-batches.
+    """The gradients of one micro-batch in some layers, on their way to the totals over
+    micro-batches.
 
     Inside `with later:` the products of this thread leave their weights' gradients for later: their
     backwards append to `products`. A parameter with several gradients in the micro-batch (from
@@ -171,21 +174,33 @@ class WeightsLater:
     run.
 
     Args:
+        parameters: of the layers; those that are trained.
         totals: over micro-batches.
+        sums: of the micro-batch.
         shared: parameters that get gradients elsewhere, too; theirs are added up in `sums` as well.
         casts: weights in autocast's type, kept for one step, as autocast does.
 
     Attributes:
-        at_once: whether the second half follows at once, so that it may run during an exchange.
+        leaves: what a graph of the layers may end in.
+        at_once: whether the second half follows at once.
     """
 
     def __init__(
-        self, totals: Gradients, shared: Collection[nn.Parameter], casts: dict[Tensor, Tensor]
+        self,
+        parameters: Sequence[nn.Parameter],
+        totals: Gradients,
+        sums: Gradients,
+        shared: Collection[nn.Parameter],
+        casts: dict[Tensor, Tensor],
     ) -> None:
+        self.leaves: dict[Tensor, None] = dict.fromkeys(parameters)
         self.products: list[Operands] = []
-        self.sums: Gradients = {}
         self.at_once = True
-        self._totals, self._shared, self._casts = totals, shared, casts
+        self._parameters = parameters
+        # By product: where dy passes; the weight as it was multiplied; the writes to x before.
+        self._awaited: list[tuple[Operands, GradientEdge, Tensor, int]] = []
+        self._in_backward = False
+        self._totals, self._sums, self._shared, self._casts = totals, sums, shared, casts
 
     def __enter__(self) -> None:
         self._before, _thread.later = _thread.later, self
@@ -198,31 +213,78 @@ class WeightsLater:
             self._casts[parameter] = narrowed(parameter.detach())
         return self._casts[parameter]
 
-    def add(self, gradients: Gradients) -> None:
-        """Adds what the first half of a backward has computed."""
-        more = {p for product in self.products for p in product.trained} | {*self._shared}
+    def may_note(self) -> bool:
+        """Whether x may be kept, and its dy asked for: not where a forward runs again."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is None and not self._in_backward
+
+    def multiplied(
+        self, product: OneMatrix, x: Tensor, w: Tensor, b: Tensor | None, weight: Any, bias: Any
+    ) -> Tensor:
+        """torch's own product x w + b, of whose backward `first_half` does the rest. `w` and `b`
+        are the parameters `weight` and `bias`, perhaps cast."""
+        if not x.requires_grad:  # y needs a graph; nobody asks for dx
+            x = x.detach().requires_grad_()
+            self.leaves[x] = None
+        rows, w = x.flatten(0, -2), w.detach()
+        w = w.t() if product.transposed else w
+        y = rows.mm(w) if b is None else torch.addmm(b.detach(), rows, w)
+        # Autograd has kept w itself: a second derivative will find that it requires a gradient.
+        self.leaves[w.requires_grad_()] = None
+        node: Any = y.grad_fn  # it has one, since x has
+        operands = Operands(product, weight, _if_trained(bias), rows.detach(), exchanged=False)
+        self._awaited.append((operands, GradientEdge(node, 0), w, rows._version))
+        return y.view(*x.shape[:-1], y.size(1))
+
+    def first_half(
+        self,
+        graph: Graph,
+        gradients: Sequence[Tensor | None],
+        at_once: bool,
+        retain_graph: bool = False,
+    ) -> list[Tensor | None]:
+        """Differentiates the layers; returns the gradients of the inputs. Those of parameters are
+        added, but for the products', which wait for `add_products`.
+
+        `at_once`: that follows now, so that it may run during an exchange.
+        """
+        self.at_once, self._in_backward = at_once, True
+        asked = [*self._parameters, *(each for _, y, w, _ in self._awaited for each in (y, w))]
+        with self:
+            of_inputs, new = graph.differentiate(asked, gradients, retain_graph)
+        for operands, y, w, version in reversed(self._awaited):
+            if (dw := new.pop(w, None)) is not None:  # of a second derivative
+                transposed = operands.product is ONE_MATRIX[True]
+                add_gradients(self._sums, {operands.weight: dw.t() if transposed else dw})
+            if (dy := new.pop(y, None)) is not None:
+                if operands.x._version != version:
+                    raise RuntimeError(
+                        f"a {tuple(operands.x.shape)} tensor that the backward of a product needs "
+                        "has been modified by an inplace operation: let the layer write to a copy"
+                    )
+                operands.dy = dy
+                self.products.append(operands)
+        if not retain_graph:
+            self._awaited.clear()
+        self._uses = Counter(p for product in self.products for p in product.trained)
+        more = self._uses.keys() | {*self._shared}
         # dense: an embedding's may be sparse, and a product's, or another layer's, is not
-        _add(self.sums, {p: g.to_dense() for p, g in gradients.items() if p in more})
-        _add(self._totals, {p: g for p, g in gradients.items() if p not in more})
+        add_gradients(self._sums, {p: g.to_dense() for p, g in new.items() if p in more})
+        add_gradients(self._totals, {p: g for p, g in new.items() if p not in more})
+        return of_inputs
 
     def add_products(self) -> None:
         """The second half. Frees each product after use."""
-        uses = Counter(p for product in self.products for p in product.trained)
-        several = {p for p, n in uses.items() if n > 1} | self.sums.keys() | {*self._shared}
+        several = {p for p, n in self._uses.items() if n > 1} | self._sums.keys() | {*self._shared}
         self.products.reverse()  # pop takes the last: this keeps backward's order
         while self.products:
             product = self.products.pop()
             for p in product.trained:
-                target = self.sums if p in several else self._totals
+                target = self._sums if p in several else self._totals
                 if (total := target.get(p)) is not None:
                     product.add_gradient(p, total)  # in place
                 else:
                     target[p] = product.gradient(p)  # new memory, not a view: may be written to
-
-    def end(self) -> None:
-        """When the micro-batch's backward is over."""
-        _add(self._totals, self.sums)
-        self.sums.clear()
 
 
 class _Thread(threading.local):
@@ -244,7 +306,7 @@ def linear(
     Args:
         weight: [K, N]; `transposed`: [N, K].
     """
-    return multiplied(_ONE_MATRIX[transposed], x, weight, bias, None)
+    return multiplied(ONE_MATRIX[transposed], x, weight, bias, None)
 
 
 def multiplied(
@@ -256,18 +318,18 @@ def multiplied(
         exchange: with the ranks that have the other columns. Weight and bias are parameters then.
     """
     later = _later_of(x, weight, bias)
-    if later is None and exchange is None and product.torch_differentiates:
-        return product.y(x, weight, bias)
+    whole = product if exchange is None and isinstance(product, OneMatrix) else None
+    if whole and (later is None or not later.may_note()):
+        return whole.y(x, weight, bias)
     w, b = weight, bias  # perhaps cast below; weight, bias: the parameters themselves
-    if torch.is_autocast_enabled(x.device.type):
-        # Cast here: backward needs the cast operands too, and inside the autograd function
+    if is_autocast(x):
+        # Cast here: backward needs the cast operands too, and inside an autograd function
         # (no_grad) autocast would cast every weight anew for every micro-batch.
         cast = narrowed if later is None else later.cast
         x, w, b = narrowed(x), cast(weight), None if b is None else cast(b)
-    # Function.apply looks for torch.func's transforms, which takes as long as a small product.
-    # `_apply` does not: `_later_of` has looked for them.
-    apply = _Multiplied.apply if later is None else _apply
-    y: Tensor = apply(x, weight, bias, w, b, product, exchange, later)
+    if whole and later:
+        return later.multiplied(whole, x, w, b, weight, bias)
+    y: Tensor = _Multiplied.apply(x, weight, bias, w, b, product, exchange, later)
     return y
 
 
@@ -321,7 +383,8 @@ _LINEAR = {
 def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | None:
     """Where the backward of a product leaves the gradients of its parameters; None: nowhere."""
     may_wait = (
-        x.dim() > 1
+        _thread.later is not None
+        and x.dim() > 1
         and isinstance(weight, nn.Parameter)
         and weight.requires_grad
         and not weight.is_complex()
@@ -330,6 +393,10 @@ def _later_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> WeightsLater | 
         and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
     )
     return _thread.later if may_wait else None
+
+
+def _if_trained(p: Any) -> Any:
+    return p if p is not None and p.requires_grad else None
 
 
 def _bias_may_wait(bias: Tensor, weight: Tensor, x: Tensor) -> bool:
@@ -356,8 +423,7 @@ class _Multiplied(torch.autograd.Function):
         later: WeightsLater | None,
     ) -> Tensor:
         ctx.save_for_backward(x, w)  # of a scattered x this rank's rows
-        trained_bias = bias if bias is not None and bias.requires_grad else None
-        ctx.notes = weight, trained_bias, product, exchange, later
+        ctx.notes = weight, _if_trained(bias), product, exchange, later
         x = x if exchange is None else exchange.gather(x)
         # Autograd forbids in-place changes of a view made by a function; .data is no view, and
         # costs no kernel.
@@ -373,17 +439,15 @@ class _Multiplied(torch.autograd.Function):
         """
         x, w = ctx.saved_tensors
         weight, bias, product, exchange, later = ctx.notes
-        if torch.is_grad_enabled() and (later is None or exchange is not None):
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "products that are cut over ranks, and experts, cannot be differentiated twice: no "
                 "create_graph=True"
             )
-        if torch.is_grad_enabled() and w.dtype != weight.dtype:
-            w = weight.to(w.dtype)  # differentiated again: the kept copy has no graph
         x = x if exchange is None else exchange.gather(x)
         rows = dy.flatten(0, -2)  # R N, any of which may be 0
         inputs = x.detach().flatten(0, -2)  # R K; not x itself, which keeps the graph
-        operands = Operands(product, weight, bias, inputs, rows, exchanged=exchange is not None)
+        operands = Operands(product, weight, bias, inputs, exchange is not None, rows)
         dx = None
         if ctx.needs_input_grad[0]:  # not if, e.g., x is the batch
             dx = product.dx(rows, w).view(x.shape)
@@ -398,10 +462,7 @@ class _Multiplied(torch.autograd.Function):
         return finish(), operands.dw, db, *(None,) * 5
 
 
-_apply = super(torch.autograd.Function, _Multiplied).apply
-
-
-def _add(totals: Gradients, new: Gradients) -> None:
+def add_gradients(totals: Gradients, new: Gradients) -> None:
     """Adds the gradients to their totals, in one call for all.
 
     A first gradient is copied: totals are written to, and its memory may be another gradient's too.

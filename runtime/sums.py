@@ -15,12 +15,17 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    # The name of a device takes the host ten times as long as the first question.
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+
+
 def narrowed(x: Tensor) -> Tensor:
     """`x` in the type that autocast, where it is on, gives to products; float64 stays as it is."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    if not is_autocast(x) or x.dtype == torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

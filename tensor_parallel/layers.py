@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator
-from runtime.linear import AroundProduct, OneMatrix, linear, multiplied
+from runtime.linear import ONE_MATRIX, AroundProduct, linear, multiplied
 from tensor_parallel.collectives import all_reduce, scatter
 
 SEQUENCE = 1  # the dimension of positions
@@ -88,7 +88,7 @@ class ColumnParallelLinear(_CutLayer):
             )
         else:
             exchange = AroundProduct(lambda x: x, ranks.start_all_reduce)
-        return multiplied(OneMatrix(transposed=False), x, self.weight, self.bias, exchange)
+        return multiplied(ONE_MATRIX[False], x, self.weight, self.bias, exchange)
 
 
 class RowParallelLinear(_CutLayer):

@@ -203,13 +203,6 @@ class ProcessPipe:
             refuse_gradient(inputs, "the input", "make what computes it the first of the layers")
             lists, _ = validated(schedule, tuple(self.ranks), len(inputs))  # by rank
             self._neighbours.start_step(lists)
-            missing = Counter(p for s in self._own for p in self._parts[s].parameters())
-            parameters = {self._names[p]: p for p in missing}
-            refuse_gradient_hooks(parameters.items(), SUMMED_BY_STAGES)
-            tied = {name: parameters[name] for name in self._tied if name in parameters}
-            earlier = {p: p.grad for p in tied.values()} if ready is None else {}
-            for p in earlier:  # which are sums over stages already
-                p.grad = None
 
             def deliver(gradients: Gradients) -> None:
                 hand_over(gradients)
@@ -221,6 +214,13 @@ class ProcessPipe:
                 recompute=self._recompute, num_microbatches=len(inputs),
                 deliver=None if ready is None else deliver,  # else one graph: less for the host
             )  # fmt: skip
+            missing = Counter(p for stage in stages for p in stage.parameters)
+            parameters = {self._names[p]: p for p in missing}
+            refuse_gradient_hooks(parameters.items(), SUMMED_BY_STAGES)
+            tied = {name: parameters[name] for name in self._tied if name in parameters}
+            earlier = {p: p.grad for p in tied.values()} if ready is None else {}
+            for p in earlier:  # which are sums over stages already
+                p.grad = None
             end: Channel = LocalChannel()
             if self._is_last:  # nobody else needs the targets
                 end = losses = Losses(stages[-1], loss_fn, targets, scale)

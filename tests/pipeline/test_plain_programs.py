@@ -165,6 +165,17 @@ def later() -> list[nn.Module]:
     return [first, nn.Tanh(), Call(lambda h: h @ first.weight if next(calls) else h), nn.Tanh()]
 
 
+class Overwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.sin()
+        y = self.fc(h)
+        return y + h.mul_(2)
+
+
 def drawn_again() -> Again:
     """With other masks than in the forward: silently wrong gradients."""
     layer = Again()
@@ -192,6 +203,10 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
+    "a write to what a product needs": (
+        lambda: [linear(), Overwritten()], (1, 1),
+        r"^a \(\d+, 4\) tensor that the backward of a product needs has been modified by an inpl",
+    ),
     "a checkpoint with reentry": (
         lambda: [linear(), Again(use_reentrant=True)], (1, 1),
         "When use_reentrant=True, torch.utils.checkpoint is incompatible",

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
+from pipeline.step import hand_over
+from runtime import linear
 from runtime.linear import WeightsMayWait
 from tests.live_bytes import LiveBytes
 from tests.pipeline.pipeline_models import Call, batch, square_error, watched
@@ -35,7 +38,7 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     try:
         assert stage.backward_input(0, [torch.ones_like(output)]) == [None]
         assert [token() for token in saved] == [None]
-        products = stage._kept[0].later.products
+        products = stage._kept[0].parts[0][2].products
         held = [weakref.ref(products[0].x), weakref.ref(products[0].dy)]
         assert (len(products), stage.take_gradients()) == (1, {})
         stage.backward_weight(0)
@@ -43,6 +46,74 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     finally:
         gc.enable()
     assert list(stage.take_gradients()) == stage.parameters
+
+
+def test_no_python_runs_in_the_backward_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in that of an x with a graph. Its operands are freed before those of the layer before."""
+    monkeypatch.delattr(linear._Multiplied, "backward")
+    seen: list[bool] = []
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    outputs: list[weakref.ref[Tensor]] = []
+    inner[1].register_forward_hook(lambda _, __, h: outputs.append(weakref.ref(h)))
+    stage = Stage(
+        0, nn.Sequential(inner), CPU, num_microbatches=1,
+        deliver=lambda sums: seen.extend(
+            [outputs[0]() is None, *(g.requires_grad for g in sums.values())]
+        ),
+    )  # fmt: skip
+    x = batch(8)[0].requires_grad_()
+    with WeightsMayWait([inner]):
+        (dx,) = stage.backward(0, [torch.ones_like(stage.forward(0, x))])
+    assert seen == [True, *[False] * 4]
+    assert dx is not None and torch.equal(dx, torch.autograd.grad(inner(x).sum(), x)[0])
+
+
+class Reversed(torch.autograd.Function):
+    """Keeps only its input, and runs the layer again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(dy)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("kind", [Reversed.apply, partial(checkpoint, use_reentrant=False)])
+def test_a_product_that_a_backward_computes_again(kind: Any) -> None:
+    """Nothing holds its x meanwhile, and its gradients are those of plain PyTorch."""
+    dense = nn.Linear(4, 4).double()
+    hidden: list[weakref.ref[Tensor]] = []
+
+    def inside(x: Tensor) -> Tensor:
+        h = x.sin()
+        hidden.append(weakref.ref(h))
+        y: Tensor = dense(h)
+        return y
+
+    again = Call(lambda x: kind(x, layer) if kind == Reversed.apply else kind(layer, x))
+    layer = Call(inside)
+    again.layer, layer.dense = layer, dense
+    x, dy = batch(8)[0].requires_grad_(), torch.ones(8, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(dense(x.sin()), (x, *dense.parameters()), dy)
+    stage = Stage(0, nn.Sequential(again), CPU)
+    gc.disable()  # references alone must do
+    try:
+        with WeightsMayWait([dense]):
+            stage.forward(0, x)
+            assert hidden[0]() is None
+            (dx,) = stage.backward(0, [dy])
+    finally:
+        gc.enable()
+    hand_over(stage.take_gradients())  # a backward inside the backward has its own in p.grad
+    found = [dx, *(p.grad for p in dense.parameters())]
+    torch.testing.assert_close(found, [*expected], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("deliver", [None, dict.clear], ids=["one graph", "by layer"])
