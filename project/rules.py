@@ -23,7 +23,7 @@ from runtime.cores import core_slice
 from training.checkpoint import names as checkpoints_in
 from training.files import CHECKPOINTS
 from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
-from training.launch.world import choose_device
+from training.launch.world import choose_device, memory_here
 from training.options import VGG, O, Options, spelt
 from training.tasks.gpt2 import PRESETS, gpt2_size, round_vocab
 from training.tasks.tokens import read_tokenizer
@@ -34,6 +34,7 @@ SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # of the b
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # an SGD step is the rate times a small gradient; an AdamW step is about the rate
 STEPS_RECORDED = 20
+OBJECTS = 200_000  # bytes of a block without its weights: Python's objects
 OF_SENTENCES = (
     "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test "
     "documents"
@@ -176,10 +177,21 @@ def size_of_tokenizer(name: str) -> int:
 
 
 def of_model(args: Options) -> Iterator[Rule]:
-    """A GPT-2 that can be built from scratch."""
+    """A GPT-2 that can be built from scratch, and of which one copy has room on all hosts."""
     yield (
         "model", args.model in PRESETS,
         f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
         "project/train.py ddp also takes pretrained weights",
     )  # fmt: skip
-    gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+    size = gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+    layers, width, rows = size["n_layer"], size["n_embd"], (args.vocab_size or 0)
+    weights = (12 * layers * width + rows + args.model_max_length) * width
+    needed = 8 * weights + OBJECTS * layers  # weights and gradients alone
+    hosts = (torchrun_world_size() or 1) // torchrun("LOCAL_WORLD_SIZE", 1)
+    there = hosts * memory_here(choose_device(args.device))
+    names = ("n_layer", "n_embd", "vocab_size", "model_max_length")
+    yield (
+        " ".join(["model", *(name for name in names if name in args.typed)]), needed <= there,
+        f"it needs more than {needed >> 30:,} GiB, and there are {there >> 30:,}",
+        "--model gpt2-mini in its own size works",
+    )  # fmt: skip

@@ -137,6 +137,10 @@ dp --src fr => it has test.en, and no test.fr, in which line i translates its
 dp --tgt de => two languages are needed: --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
+dp --n_layer 1000000 => it needs more than 6,045 GiB, and there are
+pp --n_embd 16 --n_head 2 --n_layer 100000000 => --model gpt2-mini in its own size works
+train ddp --model gpt2-mini --vocab_size 4000000000 => it needs more than 7,629 GiB, and there
+train ddp --model gpt2-mini --model_max_length 4000000000 => it needs more than 7,629 GiB, and there
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 train ddp --model VGG16 => there is no such model; is it vgg16?
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?

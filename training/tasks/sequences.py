@@ -29,7 +29,7 @@ from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.cores import all_cores
 from runtime.dropout import Keys
 from training.files import TOKENS, json_text, moving
-from training.launch.errors import UserError, counted
+from training.launch.errors import UserError, counted, parameters
 from training.launch.world import World
 from training.options import Options
 from training.tasks.task import stream
@@ -304,11 +304,11 @@ class SequenceTask(TrainingTask, ABC):
     def describe(self) -> str:
         """Sizes of the model and of the splits."""
         args, config = self.args, self.config
-        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        size = parameters(sum(p.numel() for p in self.skeleton().parameters()))
         blocks = counted(config.n_layer, "block")
         return (
             f"{args.model}: {blocks} of width {config.n_embd}, "
-            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
+            f"vocabulary {config.vocab_size:,}, {size}\n"
             f"{args.dataset}: {self.about_data()}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
             + "".join(f"\n{note}" for note in self.notes)
