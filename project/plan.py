@@ -51,11 +51,12 @@ from planning.describe import (
 from planning.order import RankTimes
 from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
-from training.launch.errors import UserError, counted, refuse, say
+from training.launch.errors import UserError, counted, parameters, refuse, say
 from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
-from training.options import count, flag
+from training.options import Options, count, flag, spelt
 
 BAR = 30  # characters of a whole bar
+OF_MODEL = ("model", "n_layer", "n_embd", "n_head", "vgg_width")  # options that say what is trained
 TRAIN_NAMES = {  # of options in train.py
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv_heads": "n_kv_head",
     "vocab": "vocab_size", "seq": "model_max_length",
@@ -157,7 +158,7 @@ def say_prediction(step: PricedStep) -> None:
     """Prints the prediction."""
     layout, model = step.layout, step.model
     m = layout.num_microbatches
-    print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x {step.machine.name}: "
+    print(f"{parameters(model.parameters)}, {layout.gpus} x {step.machine.name}: "
           f"{search.options(layout)}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"{step.seconds:.4g} s per step   {step.tokens_per_second:,.0f} tokens/s   "
           f"{step.tflops:.1f} TFLOP/s per GPU   bubble {step.bubble:.1%}\n\n"
@@ -191,7 +192,7 @@ def run_search(args: argparse.Namespace) -> None:
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
     name, nodes = args.model or "a model", best[0].nodes
-    print(f"{name}, {model.parameters / 1e6:,.0f} million parameters, {args.batch_size} sequences "
+    print(f"{name}, {parameters(model.parameters)}, {args.batch_size} sequences "
           f"of {model.seq} tokens a step,\n{gpus} x {where.name} on {nodes} "
           f"{'nodes' if nodes > 1 else 'node'}\n\n"
           f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip
@@ -232,15 +233,19 @@ def times_given(args: argparse.Namespace, n: int) -> RankTimes:
     return RankTimes(*times)
 
 
-def times_measured(folder: Path, n: int) -> RankTimes:
-    """The medians of a run of n ranks, as report.py shows them."""
+def measured(folder: Path, n: int) -> tuple[RankTimes, str]:
+    """The medians of a run of n ranks, as report.py shows them, and train.py's options for its
+    model."""
     from project.figures.compared import compare_step  # matplotlib takes a second to import
     from project.figures.runs import Run
 
-    times = compare_step(Run(folder)).rank_times()
+    run = Run(folder)
+    times = compare_step(run).rank_times()
     if len(times.forward) != n:
         raise ValueError(f"--times {folder}: its pipeline has {len(times.forward)} ranks, not {n}")
-    return times
+    used = {name: run.summary.get(name, getattr(Options, name)) for name in OF_MODEL}
+    chosen = (spelt(name, value) for name, value in used.items() if value != getattr(Options, name))
+    return times, " ".join(chosen)
 
 
 def run_schedule(args: argparse.Namespace) -> None:
@@ -249,7 +254,9 @@ def run_schedule(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in SECONDS if getattr(args, name)]
     if args.times and given:
         raise ValueError(f"--times {args.times} {given[0]}: the run has measured it; leave one out")
-    times = times_measured(args.times, n) if args.times else times_given(args, n)
+    times, model = times_given(args, n), "--model gpt2-mini"
+    if args.times:
+        times, model = measured(args.times, n)
     memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
@@ -265,7 +272,7 @@ def run_schedule(args: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(write_schedule(found.lists, output.name), "utf-8")
     typed = shlex.join(["--schedule", str(output)])
-    print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline --model gpt2-mini "
+    print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline {model} "
           f"--world_size {n} --num_microbatches {m} {typed}")  # fmt: skip
 
 
