@@ -38,10 +38,10 @@ from planning.describe import (
     LINKS,
     MODELS,
     NETWORKS,
+    TRAIN_NAMES,
     Layout,
     Machine,
     Model,
-    as_number,
     choices,
     layout_of,
     machine,
@@ -53,20 +53,21 @@ from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
 from training.launch.errors import UserError, counted, parameters, refuse, say
 from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
-from training.options import Options, count, flag, spelt
+from training.options import Options, count, flag, number_type, spelt
 
 BAR = 30  # characters of a whole bar
 OF_MODEL = ("model", "n_layer", "n_embd", "n_head", "vgg_width")  # options that say what is trained
-TRAIN_NAMES = {  # of options in train.py
-    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv_heads": "n_kv_head",
-    "vocab": "vocab_size", "seq": "model_max_length",
-}  # fmt: skip
 SECONDS = {  # of simulate, one number or one for each rank: defaults and meanings
     "forward": (1.0, "F, of one micro-batch"),
     "backward_input": (1.0, "I, the half of backward that other ranks wait for"),
     "backward_weight": (1.0, "W, the other half"),
     "transfer": (0.0, "a message to a neighbour, listed at the rank that sends it"),
 }
+
+numbers = number_type(  # between commas
+    lambda text: [float(value) for value in text.split(",")],
+    lambda values: all(0 <= value < math.inf for value in values), "a finite number, 0 or more",
+)  # fmt: skip
 
 
 def add_fields(group: argparse._ArgumentGroup, kind: type) -> None:
@@ -210,14 +211,6 @@ def run_search(args: argparse.Namespace) -> None:
     print(search.command(model, best[0].layout, where, args.model))
     if nodes > 1:
         print("  (on every host; FIRST_HOST names the same host on all, THIS_HOST the host itself)")
-
-
-def numbers(text: str) -> list[float]:
-    """The numbers between commas."""
-    values = [as_number(value) for value in text.split(",")]
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: it must be a finite number, 0 or more")
-    return values
 
 
 def times_given(args: argparse.Namespace, n: int) -> RankTimes:
