@@ -124,11 +124,11 @@ def rules(args: Options) -> Iterator[Rule]:
         # A container image made only to run programs may have none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
+        ("min_lr learning_rate", args.min_lr <= args.learning_rate, "a decay goes down",
+         f"--min_lr {args.learning_rate / 10:g} works"),
+        ("optimizer", args.model != VGG or args.optimizer != "muon",
+         f"it is for matrices of GPT-2's blocks, and {VGG} has none", "--optimizer adamw works"),
     ]  # fmt: skip
-    yield (
-        "min_lr learning_rate", args.min_lr <= args.learning_rate,
-        "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
-    )  # fmt: skip
     for here, names, rule, instead in (
         (args.optimizer == "adamw", "momentum", "AdamW has --betas", LEAVE),
         (args.optimizer == "sgd", "weight_decay betas eps", "sgd has only --momentum", LEAVE),
@@ -142,6 +142,8 @@ def rules(args: Options) -> Iterator[Rule]:
         (args.gradient_sync != "overlap", "bucket_mb comm_dtype",
          "only --gradient_sync overlap has buckets", LEAVE),
         (args.model != VGG, "vgg_width", f"only {VGG} has it", LEAVE),
+        (args.model == VGG, OF_SENTENCES, f"{VGG}, the default model, learns pictures",
+         "--model gpt2-mini has it"),
     ):  # fmt: skip
         if here:
             yield from without_effect(args, names, rule, instead)
@@ -151,13 +153,6 @@ def rules(args: Options) -> Iterator[Rule]:
         n = size_of_tokenizer(args.tokenizer)
         yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
                f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
-    if args.model == VGG:
-        yield (
-            "optimizer", args.optimizer != "muon",
-            f"it is for matrices of GPT-2's blocks, and {VGG} has none", "--optimizer adamw works",
-        )  # fmt: skip
-        rule = f"{VGG}, the default model, learns pictures"
-        yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
 
 
 def size_of_tokenizer(name: str) -> int:
