@@ -64,11 +64,6 @@ class Gap(NamedTuple):
     waits_for: Action | None
     causes: dict[str, float]
 
-    @property
-    def cause(self) -> str:
-        """The cause of most of its seconds."""
-        return max(self.causes, key=self.causes.__getitem__)
-
 
 @dataclass(frozen=True)
 class Work:

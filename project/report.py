@@ -190,8 +190,8 @@ class Reported(Run):
             "name": self.name, "schedule": schedule, "lists": own, "ranks": n,
             "m": micro_batches(step.events), "chunks": max(2, chunks), "message": 1,
             "times": times, "messages": 1e3 * of_ranks.transfer[0],
-            "text": f"Step {step.step + 1} of this run took {1e3 * step.span:.1f} ms from the first "
-            f"action to the last, and ranks were idle {step.bubble:.1%} of it.",
+            "text": f"Step {step.step + 1} of this run took {1e3 * step.span:.1f} ms from the "
+            f"first action to the last, and ranks were idle {step.bubble:.1%} of it.",
         }  # fmt: skip
 
 
