@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
@@ -12,7 +15,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from pipeline.pipe import _clock_cycles
 from pipeline.schedules import catalogue, chunks, printed
 from pipeline.schedules import schedule as sched
-from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
+from pipeline.schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from planning.simulate import Simulator, Work
 from tests.mathematics import formulas as cost
 from tests.pipeline.schedules.drawn import ONE_EACH
@@ -147,6 +150,31 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
         assert clocks(lists["zbv"], OF_A_BLOCK) - 2 * 63 * m <= 26 * (n - 1)
         assert clocks(lists["vhalf"], OF_A_BLOCK) - 2 * 63 * m <= 2 * 63 * (n - 1)
         assert n > 1 or idle_share(lists["zbv"]) == 0
+
+
+def most_held(pattern: chunks.Pattern) -> int:
+    """The most chunks of micro-batches that a rank holds while the pattern repeats."""
+    at = {(action.kind, action.stage): clock for clock, action in pattern}
+    lives = [(at[FORWARD, s], at[BACKWARD_WEIGHT, s]) for s in {a.stage for _, a in pattern}]
+    return max(  # at clock t: those born, less those that have ended
+        sum((t - born) // 6 - (t - dies) // 6 for born, dies in lives) for t in range(6)
+    )
+
+
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min"])
+def test_no_pattern_of_a_v_that_waits_less_holds_as_little(name: str) -> None:
+    """All ways to wait are tried. Two actions on one clock would cost one in every period."""
+    for n in range(1, 8):
+        with patch.object(chunks, "_v_shaped") as called:
+            getattr(chunks, name)(n, 1)
+        _, _, steps, own, most = called.call_args.args
+        ways = []
+        for waits in product(range(6), repeat=3):
+            with suppress(ValueError):  # two actions on one clock leave too many for the two W
+                patterns = [*chunks._patterns(n, steps, waits)]
+                ways.append((max(map(most_held, patterns)), sum(waits), waits))
+        assert (most, sum(own), own) in ways
+        assert (most, sum(own)) == min(ways)[:2]
 
 
 @pytest.mark.parametrize("n", range(1, 9))
