@@ -160,13 +160,9 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The share of the span in which a rank idles, on average: (n-1)/(m+n-1) for 1F1B
-        with whole backwards."""
+        with whole backwards. b / (1 - b) is the other common definition, idle seconds as a share
+        of the work: (n-1)/m for 1F1B."""
         return 1 - sum(self.busy) / (len(self.rows) * self.span)
-
-    @property
-    def bubble_over_work(self) -> float:
-        """The other common definition, idle seconds as a share of the work: (n-1)/m for 1F1B."""
-        return self.span * len(self.rows) / sum(self.busy) - 1
 
     @cached_property
     def gaps(self) -> list[Gap]:

@@ -155,11 +155,12 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     return model, machine_named(args.machine, args.network, args.link)
 
 
-def say_prediction(step: PricedStep) -> None:
-    """Prints the prediction."""
-    layout, model = step.layout, step.model
-    m = layout.num_microbatches
-    print(f"{parameters(model.parameters)}, {layout.gpus} x {step.machine.name}: "
+def run_predict(args: argparse.Namespace) -> None:
+    """Predicts a step."""
+    model, where = model_and_machine(args)
+    layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
+    step, m = PricedStep(model, layout, where), layout.num_microbatches
+    print(f"{parameters(model.parameters)}, {layout.gpus} x {where.name}: "
           f"{search.options(layout)}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"{step.seconds:.4g} s per step   {step.tokens_per_second:,.0f} tokens/s   "
           f"{step.tflops:.1f} TFLOP/s per GPU   bubble {step.bubble:.1%}\n\n"
@@ -177,13 +178,6 @@ def say_prediction(step: PricedStep) -> None:
           f"{step.machine.memory_gb:.1f} GiB can be used.")  # fmt: skip
     if model.heads % layout.tp:
         print(f"{layout.tp} ranks cannot share {model.heads} heads evenly: train.py refuses that.")
-
-
-def run_predict(args: argparse.Namespace) -> None:
-    """Predicts a step."""
-    model, where = model_and_machine(args)
-    layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
-    say_prediction(PricedStep(model, layout, where))
 
 
 def run_search(args: argparse.Namespace) -> None:
@@ -226,7 +220,7 @@ def times_given(args: argparse.Namespace, n: int) -> RankTimes:
     return RankTimes(*times)
 
 
-def measured(folder: Path, n: int) -> tuple[RankTimes, str]:
+def times_measured(folder: Path, n: int) -> tuple[RankTimes, str]:
     """The medians of a run of n ranks, as report.py shows them, and train.py's options for its
     model."""
     from project.figures.compared import compare_step  # matplotlib takes a second to import
@@ -249,7 +243,7 @@ def run_schedule(args: argparse.Namespace) -> None:
         raise ValueError(f"--times {args.times} {given[0]}: the run has measured it; leave one out")
     times, model = times_given(args, n), "--model gpt2-mini"
     if args.times:
-        times, model = measured(args.times, n)
+        times, model = times_measured(args.times, n)
     memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
@@ -279,7 +273,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"step                {step.seconds:10.6g}\n"
           f"bubble              {step.bubble:10.2%}   idle share of the step\n"
-          f"bubble over work    {step.bubble_over_work:10.2%}   idle time over working time\n"
+          f"bubble over work    {step.bubble / (1 - step.bubble):10.2%}   idle over working time\n"
           f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
           "micro-batches")  # fmt: skip
     idle = {cause: t for cause, t in step.idle.items() if t > 1e-9 * step.seconds}  # no rounding
