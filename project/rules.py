@@ -176,8 +176,8 @@ def of_model(args: Options) -> Iterator[Rule]:
         "project/train.py ddp also takes pretrained weights",
     )  # fmt: skip
     size = gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
-    layers, width, rows = size["n_layer"], size["n_embd"], (args.vocab_size or 0)
-    weights = (12 * layers * width + rows + args.model_max_length) * width
+    layers, width = size["n_layer"], size["n_embd"]
+    weights = (12 * layers * width + (args.vocab_size or 0) + args.model_max_length) * width
     needed = 8 * weights + OBJECTS * layers  # weights and gradients alone
     hosts = (torchrun_world_size() or 1) // torchrun("LOCAL_WORLD_SIZE", 1)
     there = hosts * memory_here(choose_device(args.device))
