@@ -21,6 +21,10 @@ RANKS = ("dp", "cp", "pp", "tp")  # the fields of a layout whose product is its 
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+TRAIN_NAMES = {  # of options in train.py
+    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv_heads": "n_kv_head",
+    "vocab": "vocab_size", "seq": "model_max_length",
+}  # fmt: skip
 Figures = dict[str, Any]  # of a machine
 Lines = Mapping[str, tuple[float, ...]]
 NETWORKS: Lines = {  # GB/s of a node, at the line rate; us per message
@@ -194,42 +198,38 @@ class Layout:
     def check(self, model: Model) -> None:
         """Raises ValueError if the layout cannot run this model."""
         per, heads, shared = self.dp * self.micro_batch, model.heads, model.kv_heads or model.heads
-        rules = (
-            (model.hidden % heads == 0,
-             f"--n_embd {model.hidden} --n_head {heads}: heads are equally wide; "
+        shards = self.shards or self.ep
+        rules = (  # the options, whether they fulfil the rule, the rule, what works
+            ("hidden heads", model.hidden % heads == 0, "heads are equally wide",
              f"--n_embd {_up(model.hidden, heads)} works"),
-            (heads % shared == 0,
-             f"--kv_heads {shared} --n_head {heads}: equally many queries share each; "
-             f"--kv_heads {math.gcd(shared, heads)} works"),
-            (self.batch_size % per == 0,
-             f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
-             "every replica must have whole micro-batches; "
+            ("kv_heads heads", heads % shared == 0, "equally many queries share each",
+             f"--n_kv_head {math.gcd(shared, heads)} works"),
+            ("batch_size dp micro_batch", self.batch_size % per == 0,
+             "every replica must have whole micro-batches",
              f"--batch_size {_up(self.batch_size, per)} works"),
-            (self.stages <= model.layers,
-             f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
-             f"blocks, and the model has {model.layers}; fewer stages work"),
-            (self.attention == "ring" or heads % (self.cp * self.tp) == 0,
-             f"--attention heads --cp {self.cp} --tp {self.tp} --n_head {heads}: ranks have whole "
-             "heads; --attention ring works"),
-            (model.experts % self.ep == 0 and self.dp % self.ep == 0,
-             f"--ep {self.ep} --experts {model.experts} --dp {self.dp}: ranks have equally many "
-             f"experts; --ep {math.gcd(model.experts, self.dp)} works"),
-            (self.dp % (self.shards or 1) == 0 and (self.shards or self.ep) % self.ep == 0,
-             f"--shards {self.shards} --dp {self.dp} --ep {self.ep}: the replicas form groups "
-             f"of this size, each with all experts; --shards {self.dp} works"),
-            (self.shards is None or self.zero > 0,
-             f"--shards {self.shards}: without --zero every replica has a whole copy; "
-             "--zero 1 works"),
-            (1 <= model.top_k <= model.experts,
-             f"--top_k {model.top_k} --experts {model.experts}: a position cannot have more "
-             f"experts than there are; --top_k {model.experts} works"),
-            (self.zero < 2 or self.pp == 1,
-             f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all gradients; "
-             "--zero 1, or --pp 1, works"),
+            ("pp schedule layers", self.stages <= model.layers,
+             f"{self.stages} stages need as many blocks", "fewer stages work"),
+            ("attention cp tp heads", self.attention == "ring" or heads % (self.cp * self.tp) == 0,
+             "ranks have whole heads", "--attention ring works"),
+            ("ep experts dp", model.experts % self.ep == 0 and self.dp % self.ep == 0,
+             "ranks have equally many experts", f"--ep {math.gcd(model.experts, self.dp)} works"),
+            ("shards dp ep", self.dp % shards == 0 and shards % self.ep == 0,
+             "the replicas form groups of this size, each with all experts",
+             f"--shards {self.dp} works"),
+            ("shards", self.shards is None or self.zero > 0,
+             "without --zero every replica has a whole copy", "--zero 1 works"),
+            ("top_k experts", 1 <= model.top_k <= model.experts,
+             "a position cannot have more experts than there are",
+             f"--top_k {model.experts} works"),
+            ("zero pp", self.zero < 2 or self.pp == 1,
+             "every micro-batch would exchange all gradients", "--zero 1, or --pp 1, works"),
         )  # fmt: skip
-        for kept, sentence in rules:
-            if not kept:
-                raise ValueError(sentence)
+        for names, fulfilled, rule, instead in rules:
+            if not fulfilled:
+                values = vars(model) | vars(self)
+                given = ((TRAIN_NAMES.get(name, name), values[name]) for name in names.split())
+                words = " ".join(f"--{name} {value}" for name, value in given)
+                raise ValueError(f"{words}: {rule}; {instead}")
 
 
 def _up(number: int, of: int) -> int:

@@ -85,8 +85,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         open_streams()  # every program begins with a parser
-        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**{**defaults, **settings})
+        unwrapped = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=unwrapped, allow_abbrev=False, **settings)
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Hyphens in the name of a long option are underscores: --n-epochs=3."""

@@ -38,10 +38,10 @@ from planning.describe import (
     LINKS,
     MODELS,
     NETWORKS,
+    TRAIN_NAMES,
     Layout,
     Machine,
     Model,
-    as_number,
     choices,
     layout_of,
     machine,
@@ -51,21 +51,23 @@ from planning.describe import (
 from planning.order import RankTimes
 from planning.simulate import Simulator
 from project.command_line import Parser, helps_of
-from training.launch.errors import UserError, counted, refuse, say
+from training.launch.errors import UserError, counted, parameters, refuse, say
 from training.launch.signals import ENDING_SIGNALS, end_process, set_handlers
-from training.options import count, flag
+from training.options import Options, count, flag, number_type, spelt
 
 BAR = 30  # characters of a whole bar
-TRAIN_NAMES = {  # of options in train.py
-    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv_heads": "n_kv_head",
-    "vocab": "vocab_size", "seq": "model_max_length",
-}  # fmt: skip
+OF_MODEL = ("model", "n_layer", "n_embd", "n_head", "vgg_width")  # options that say what is trained
 SECONDS = {  # of simulate, one number or one for each rank: defaults and meanings
     "forward": (1.0, "F, of one micro-batch"),
     "backward_input": (1.0, "I, the half of backward that other ranks wait for"),
     "backward_weight": (1.0, "W, the other half"),
     "transfer": (0.0, "a message to a neighbour, listed at the rank that sends it"),
 }
+
+numbers = number_type(  # between commas
+    lambda text: [float(value) for value in text.split(",")],
+    lambda values: all(0 <= value < math.inf for value in values), "a finite number, 0 or more",
+)  # fmt: skip
 
 
 def add_fields(group: argparse._ArgumentGroup, kind: type) -> None:
@@ -153,11 +155,12 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     return model, machine_named(args.machine, args.network, args.link)
 
 
-def say_prediction(step: PricedStep) -> None:
-    """Prints the prediction."""
-    layout, model = step.layout, step.model
-    m = layout.num_microbatches
-    print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x {step.machine.name}: "
+def run_predict(args: argparse.Namespace) -> None:
+    """Predicts a step."""
+    model, where = model_and_machine(args)
+    layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
+    step, m = PricedStep(model, layout, where), layout.num_microbatches
+    print(f"{parameters(model.parameters)}, {layout.gpus} x {where.name}: "
           f"{search.options(layout)}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"{step.seconds:.4g} s per step   {step.tokens_per_second:,.0f} tokens/s   "
           f"{step.tflops:.1f} TFLOP/s per GPU   bubble {step.bubble:.1%}\n\n"
@@ -177,13 +180,6 @@ def say_prediction(step: PricedStep) -> None:
         print(f"{layout.tp} ranks cannot share {model.heads} heads evenly: train.py refuses that.")
 
 
-def run_predict(args: argparse.Namespace) -> None:
-    """Predicts a step."""
-    model, where = model_and_machine(args)
-    layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
-    say_prediction(PricedStep(model, layout, where))
-
-
 def run_search(args: argparse.Namespace) -> None:
     """Searches for the layout to take, and for others to compare it with."""
     model, where = model_and_machine(args)
@@ -191,7 +187,7 @@ def run_search(args: argparse.Namespace) -> None:
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
     name, nodes = args.model or "a model", best[0].nodes
-    print(f"{name}, {model.parameters / 1e6:,.0f} million parameters, {args.batch_size} sequences "
+    print(f"{name}, {parameters(model.parameters)}, {args.batch_size} sequences "
           f"of {model.seq} tokens a step,\n{gpus} x {where.name} on {nodes} "
           f"{'nodes' if nodes > 1 else 'node'}\n\n"
           f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip
@@ -211,14 +207,6 @@ def run_search(args: argparse.Namespace) -> None:
         print("  (on every host; FIRST_HOST names the same host on all, THIS_HOST the host itself)")
 
 
-def numbers(text: str) -> list[float]:
-    """The numbers between commas."""
-    values = [as_number(value) for value in text.split(",")]
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: it must be a finite number, 0 or more")
-    return values
-
-
 def times_given(args: argparse.Namespace, n: int) -> RankTimes:
     """The seconds that the options give, for n ranks."""
     times = []
@@ -232,15 +220,19 @@ def times_given(args: argparse.Namespace, n: int) -> RankTimes:
     return RankTimes(*times)
 
 
-def times_measured(folder: Path, n: int) -> RankTimes:
-    """The medians of a run of n ranks, as report.py shows them."""
+def times_measured(folder: Path, n: int) -> tuple[RankTimes, str]:
+    """The medians of a run of n ranks, as report.py shows them, and train.py's options for its
+    model."""
     from project.figures.compared import compare_step  # matplotlib takes a second to import
     from project.figures.runs import Run
 
-    times = compare_step(Run(folder)).rank_times()
+    run = Run(folder)
+    times = compare_step(run).rank_times()
     if len(times.forward) != n:
         raise ValueError(f"--times {folder}: its pipeline has {len(times.forward)} ranks, not {n}")
-    return times
+    used = {name: run.summary.get(name, getattr(Options, name)) for name in OF_MODEL}
+    chosen = (spelt(name, value) for name, value in used.items() if value != getattr(Options, name))
+    return times, " ".join(chosen)
 
 
 def run_schedule(args: argparse.Namespace) -> None:
@@ -249,7 +241,9 @@ def run_schedule(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in SECONDS if getattr(args, name)]
     if args.times and given:
         raise ValueError(f"--times {args.times} {given[0]}: the run has measured it; leave one out")
-    times = times_measured(args.times, n) if args.times else times_given(args, n)
+    times, model = times_given(args, n), "--model gpt2-mini"
+    if args.times:
+        times, model = times_measured(args.times, n)
     memory = min(n, m) if args.memory is None else args.memory
     found = order.search_order(n, m, times, memory)
     less, over = 1 - found.seconds / found.seconds_of_name, found.seconds / found.bound - 1
@@ -265,7 +259,7 @@ def run_schedule(args: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(write_schedule(found.lists, output.name), "utf-8")
     typed = shlex.join(["--schedule", str(output)])
-    print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline --model gpt2-mini "
+    print(f"\nIt is in {output}. To run it:\n\npython project/train.py pipeline {model} "
           f"--world_size {n} --num_microbatches {m} {typed}")  # fmt: skip
 
 
@@ -279,7 +273,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     print(f"{args.schedule}, {counted(n, 'rank')}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"step                {step.seconds:10.6g}\n"
           f"bubble              {step.bubble:10.2%}   idle share of the step\n"
-          f"bubble over work    {step.bubble_over_work:10.2%}   idle time over working time\n"
+          f"bubble over work    {step.bubble / (1 - step.bubble):10.2%}   idle over working time\n"
           f"held at most        {', '.join(f'{peak:.4g}' for peak in peaks)}   per rank, in "
           "micro-batches")  # fmt: skip
     idle = {cause: t for cause, t in step.idle.items() if t > 1e-9 * step.seconds}  # no rounding

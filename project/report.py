@@ -54,7 +54,7 @@ from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import draw_curves, read_json
 from project.figures.gantt import draw_step
 from project.figures.pages import GRID, PAGE, fill_template, stepper
-from project.figures.runs import Run, actions_of, duration
+from project.figures.runs import Run
 from project.plan import machine_named
 from project.plot import WORKDIR
 from project.plot import describe as in_words
@@ -181,7 +181,6 @@ class Reported(Run):
             for kind, each in zip("FIW", of_ranks, strict=False)
         }
         times["R"] = [1e3 * sum(map(work.recompute, own)) for own in stages]
-        taken = 1e3 * duration(actions_of(step.events))
         schedule, chunks = self.summary["schedule"], len(step.ranks) // n
         own = "" if schedule in SCHEDULES else schedule
         if own:  # the page begins with its lists, as changes of a schedule that has such stages
@@ -191,8 +190,8 @@ class Reported(Run):
             "name": self.name, "schedule": schedule, "lists": own, "ranks": n,
             "m": micro_batches(step.events), "chunks": max(2, chunks), "message": 1,
             "times": times, "messages": 1e3 * of_ranks.transfer[0],
-            "text": f"Step {step.step + 1} of this run took {taken:.1f} ms from the first action "
-            f"to the last, and ranks were idle {step.bubble:.1%} of it.",
+            "text": f"Step {step.step + 1} of this run took {1e3 * step.span:.1f} ms from the "
+            f"first action to the last, and ranks were idle {step.bubble:.1%} of it.",
         }  # fmt: skip
 
 

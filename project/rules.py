@@ -23,9 +23,9 @@ from runtime.cores import core_slice
 from training.checkpoint import names as checkpoints_in
 from training.files import CHECKPOINTS
 from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
-from training.launch.world import choose_device
+from training.launch.world import choose_device, memory_here
 from training.options import VGG, O, Options, spelt
-from training.tasks.gpt2 import PRESETS, gpt2_size, round_vocab
+from training.tasks.gpt2 import PRESETS, gpt2_size
 from training.tasks.tokens import read_tokenizer
 
 from .command_line import is_it
@@ -34,6 +34,7 @@ SPLIT_SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # of the b
 RATES = {VGG: 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # an SGD step is the rate times a small gradient; an AdamW step is about the rate
 STEPS_RECORDED = 20
+OBJECTS = 200_000  # bytes of a block without its weights: Python's objects
 OF_SENTENCES = (
     "n_layer n_embd n_head vocab_size dropout padding src tgt tokenizer model_max_length n_test "
     "documents"
@@ -123,11 +124,11 @@ def rules(args: Options) -> Iterator[Rule]:
         # A container image made only to run programs may have none.
         ("compile", not args.compile or any(map(shutil.which, compilers)),
          "torch.compile needs a C++ compiler here", LEAVE),
+        ("min_lr learning_rate", args.min_lr <= args.learning_rate, "a decay goes down",
+         f"--min_lr {args.learning_rate / 10:g} works"),
+        ("optimizer", args.model != VGG or args.optimizer != "muon",
+         f"it is for matrices of GPT-2's blocks, and {VGG} has none", "--optimizer adamw works"),
     ]  # fmt: skip
-    yield (
-        "min_lr learning_rate", args.min_lr <= args.learning_rate,
-        "a decay goes down", f"--min_lr {args.learning_rate / 10:g} works",
-    )  # fmt: skip
     for here, names, rule, instead in (
         (args.optimizer == "adamw", "momentum", "AdamW has --betas", LEAVE),
         (args.optimizer == "sgd", "weight_decay betas eps", "sgd has only --momentum", LEAVE),
@@ -141,33 +142,25 @@ def rules(args: Options) -> Iterator[Rule]:
         (args.gradient_sync != "overlap", "bucket_mb comm_dtype",
          "only --gradient_sync overlap has buckets", LEAVE),
         (args.model != VGG, "vgg_width", f"only {VGG} has it", LEAVE),
+        (args.model == VGG, OF_SENTENCES, f"{VGG}, the default model, learns pictures",
+         "--model gpt2-mini has it"),
     ):  # fmt: skip
         if here:
             yield from without_effect(args, names, rule, instead)
     # A resumed run takes the checkpoint's tokenizer: the folder may be gone.
     in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
     if args.tokenizer and args.model in PRESETS and not in_checkpoint:
-        n = size_of_tokenizer(args.tokenizer)
-        yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
-               f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
-    if args.model == VGG:
-        yield (
-            "optimizer", args.optimizer != "muon",
-            f"it is for matrices of GPT-2's blocks, and {VGG} has none", "--optimizer adamw works",
-        )  # fmt: skip
-        rule = f"{VGG}, the default model, learns pictures"
-        yield from without_effect(args, OF_SENTENCES, rule, "--model gpt2-mini has it")
+        check_tokenizer(args.tokenizer)
 
 
-def size_of_tokenizer(name: str) -> int:
-    """The number of tokens of a tokenizer. Raises UserError if it is not a byte-level BPE: other
-    kinds lack letters, and may join the parts that a text is cut into."""
+def check_tokenizer(name: str) -> None:
+    """Raises UserError if a tokenizer is not a byte-level BPE: other kinds lack letters, and may
+    join the parts that a text is cut into."""
     try:
         tokenizer = read_tokenizer(name)
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
         if (decoder or {}).get("type") != "ByteLevel" or len(tokenizer) < 256:
             raise ValueError("its tokens are not made of bytes")
-        return len(tokenizer)
     except Exception as error:  # its readers raise many kinds
         raise UserError(
             f"--tokenizer {name}: neither a folder nor a name on the hub with a byte-level BPE "
@@ -176,10 +169,21 @@ def size_of_tokenizer(name: str) -> int:
 
 
 def of_model(args: Options) -> Iterator[Rule]:
-    """A GPT-2 that can be built from scratch."""
+    """A GPT-2 that can be built from scratch, and of which one copy has room on all hosts."""
     yield (
         "model", args.model in PRESETS,
         f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
         "project/train.py ddp also takes pretrained weights",
     )  # fmt: skip
-    gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+    size = gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+    layers, width = size["n_layer"], size["n_embd"]
+    weights = (12 * layers * width + (args.vocab_size or 0) + args.model_max_length) * width
+    needed = 8 * weights + OBJECTS * layers  # weights and gradients alone
+    hosts = (torchrun_world_size() or 1) // torchrun("LOCAL_WORLD_SIZE", 1)
+    there = hosts * memory_here(choose_device(args.device))
+    names = ("n_layer", "n_embd", "vocab_size", "model_max_length")
+    yield (
+        " ".join(["model", *(name for name in names if name in args.typed)]), needed <= there,
+        f"it needs more than {needed >> 30:,} GiB, and there are {there >> 30:,}",
+        "--model gpt2-mini in its own size works",
+    )  # fmt: skip

@@ -66,10 +66,8 @@ def of_strategy(args: Options) -> Iterator[Rule]:
         yield from of_gpt2(args)
     blocks = None if vgg else size_of_model(args, "n_layer")
     yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
-    if args.tp > 1:
-        yield of_tensor(args)
-    if args.cp > 1 and args.attention == "heads":
-        yield of_heads(args)
+    if args.tp * args.cp > 1:
+        yield from of_cuts(args)
     yield from of_experts(args)
     if not row.whole or args.ep > 1:
         yield of_gpus(args)
@@ -104,21 +102,20 @@ def of_gpt2(args: Options) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def of_tensor(args: Options) -> Rule:
-    """GPT-2's matrices are cut evenly."""
-    option, heads = option_of(args, "tp"), size_of_model(args, "n_head")
-    divisors = degrees(heads, args.vocab_size or 256)
-    numbers = " or ".join(map(str, divisors[1:])) or "1"
-    rule = f"it must divide the model's {heads} heads"
-    return f"{option} model", args.tp in divisors, rule, f"--{option} {numbers} works"
-
-
-def of_heads(args: Options) -> Rule:
-    """Ranks that exchange positions for heads must share the heads evenly, too."""
-    heads = size_of_model(args, "n_head") // args.tp
-    rule = f"the {args.cp} ranks must share {counted(heads, 'head')} evenly"
-    names = f"attention {option_of(args, 'cp')} model"
-    return names, heads % args.cp == 0, rule, "--attention ring works"
+def of_cuts(args: Options) -> Iterator[Rule]:
+    """GPT-2's matrices are cut evenly. Ranks that exchange positions for heads must share those of
+    a part evenly, too."""
+    tp, cp, heads = option_of(args, "tp"), option_of(args, "cp"), size_of_model(args, "n_head")
+    fit = degrees(heads, args.vocab_size or 256)
+    yield (
+        f"{tp} model", args.tp in fit, f"it must divide the model's {heads} heads",
+        f"--{tp} {' or '.join(map(str, fit[1:])) or '1'} works",
+    )  # fmt: skip
+    yield (
+        f"attention {cp} model", args.attention == "ring" or heads // args.tp % args.cp == 0,
+        f"the {args.cp} ranks must share {counted(heads // args.tp, 'head')} evenly",
+        "--attention ring works",
+    )  # fmt: skip
 
 
 def of_experts(args: Options) -> Iterator[Rule]:

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import __main__ as benchmarks
 from project import generate, plan, plot, report
 from project.run_data_parallel import parse_data_parallel
 from tests.project.programs import PROGRAMS, ROOT
+from tests.which import see_gpus
 
 pytestmark = pytest.mark.usefixtures("elsewhere")  # programs make their workdir there
 
@@ -62,8 +62,7 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     program = next(word for word in words if word.endswith(".py"))
     assert (ROOT / program).is_file(), program
-    gpus = 8 if "cuda" in command else 0  # whatever this computer has
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    see_gpus(8 if "cuda" in command else 0, monkeypatch)
     for folder in re.findall(r"\bworkdir\w*", command):
         Path(folder).mkdir(exist_ok=True)  # as a command before it has left it
     monkeypatch.setattr(generate, "folder", str)  # nothing was trained here
@@ -108,7 +107,7 @@ def test_make_train_is_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """The README shows what it prints, and its rate is that of a small model."""
     recipe = re.search(r"^RECIPE := (.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert recipe is not None
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    see_gpus(8, monkeypatch)
     assert parse_data_parallel(recipe[1].split()).model == "gpt2-mini"
 
 

@@ -1,4 +1,4 @@
-"""Finds programs that only some machines have."""
+"""Finds programs that only some machines have, and has GPUs seen that none has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,3 +34,10 @@ def in_node(script: str, file: Path, given: Any) -> Any:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def see_gpus(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Has the programs' rules see so many GPUs of 80 GiB, whatever this computer has."""
+    patch.setattr("torch.cuda.device_count", lambda: number)
+    gpu = SimpleNamespace(total_memory=80 << 30)
+    patch.setattr("torch.cuda.get_device_properties", lambda _: gpu)

@@ -72,8 +72,8 @@ Whole = Annotated[int, whole]
 Positive = Annotated[float, number_type(float, lambda x: 0 < x < math.inf, "positive and finite")]
 Coefficient = Annotated[float, number_type(float, lambda x: 0 <= x < math.inf, "0 or positive")]
 Fraction = Annotated[float, number_type(float, lambda x: 0 <= x < 1, "from 0 to below 1, e.g. 0.1")]
-Seconds = Annotated[
-    float, number_type(float, lambda x: 0 < x <= WEEKS, f"positive, at most {WEEKS}")
+Seconds = Annotated[  # in less than one the store in which ranks meet may not even open
+    float, number_type(float, lambda x: 1 <= x <= WEEKS, f"from 1 to {WEEKS} seconds, e.g. 300")
 ]
 # run_pipeline.py has one more, sequential: one device at a time.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin", "dualpipev")

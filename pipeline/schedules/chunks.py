@@ -57,7 +57,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count, pairwise, permutations, product
+from itertools import count, pairwise, permutations
 
 from .schedule import (
     BACKWARD,
@@ -73,6 +73,7 @@ from .schedule import (
 )
 
 _PERIOD = 6  # clocks for F, I and W of a rank's two chunks
+Clocks = tuple[int, ...]
 Pattern = list[tuple[int, Action]]  # a rank's actions for micro-batch 0, with their clocks
 
 
@@ -102,17 +103,19 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """The least idle time, with the memory of 1F1B's first rank on every rank."""
-    return _v_shaped(num_ranks, num_microbatches, (4, 2, 4, 2))
+    return _v_shaped(num_ranks, num_microbatches, (4, 2, 4, 2), (0, 0, 0), 2 * num_ranks)
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Half the memory of `zb_v`, with somewhat less idle time than 1F1B."""
-    return _v_shaped(num_ranks, num_microbatches, (2, 1, 2, 1))
+    waits = (0, 0 if num_ranks % 2 else 3, min(1, num_ranks - 1))
+    return _v_shaped(num_ranks, num_microbatches, (2, 1, 2, 1), waits, 2 * (num_ranks // 2 + 1))
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of the memory of `zb_v`, with about the idle time of 1F1B."""
-    return _v_shaped(num_ranks, num_microbatches, (1, 1, 1, 1))
+    waits = (0, 0 if num_ranks % 3 else 2, 0)
+    return _v_shaped(num_ranks, num_microbatches, (1, 1, 1, 1), waits, 2 * ((num_ranks + 4) // 3))
 
 
 def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -146,32 +149,26 @@ def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> Schedule:
-    """The pattern that holds least, repeated, sorted by clock, and closed up."""
-    ways = []
-    for waits in product(range(_PERIOD), repeat=3):  # 216 ways to wait
-        patterns = list(_patterns(num_ranks, steps, waits))
-        if len(patterns) == num_ranks:  # on no rank do two actions fall on one clock
-            held = max(map(_held, patterns))  # on the fullest rank
-            ways.append((held, sum(waits), patterns))
-    held, _, patterns = min(ways, key=lambda way: way[:2])  # a tie: the one that waits least
+def _v_shaped(
+    num_ranks: int, num_microbatches: int, steps: Clocks, waits: Clocks, most: int
+) -> Schedule:
+    """The pattern repeated, sorted by clock, and closed up. A rank holds `most` chunks."""
     lists = []
-    for pattern in patterns:
+    for pattern in _patterns(num_ranks, steps, waits):
         clocks = [  # micro-batch i: _PERIOD clocks after i - 1
             (clock + _PERIOD * i, action._replace(microbatch=i))
             for i in range(num_microbatches)
             for clock, action in pattern
         ]
         lists.append([action for _, action in sorted(clocks)])
-    return _close_up(lists, 2 * num_ranks, held)  # held: the limit of every rank
+    return _close_up(lists, 2 * num_ranks, most)
 
 
-def _patterns(
-    num_ranks: int, steps: tuple[int, int, int, int], waits: tuple[int, ...]
-) -> Iterator[Pattern]:
-    """Per rank, the clocks of a micro-batch's actions; stops early if two actions of a rank fall on
-    the same clock of the period. `steps`: clocks from rank to rank; `waits`: extra clocks
-    before the last rank's second F, rank 0's first I, and the last rank's second I."""
+def _patterns(num_ranks: int, steps: Clocks, waits: Clocks) -> Iterator[Pattern]:
+    """Per rank, the clocks of a micro-batch's actions. `steps`: clocks from rank to rank. `waits`:
+    extra clocks before the last rank's second F, rank 0's first I, and the last rank's second I.
+    They are the fewest with which no two actions of a rank fall on one clock of the period and,
+    among those, it holds least."""
     n, (up, down, back_up, back_down) = num_ranks, steps
     turn = (n - 1) * up + 1 + waits[0]  # clock of the last rank's second F
     loss = turn + (n - 1) * down + 1 + waits[1]  # of rank 0's first I: it has the last stage
@@ -185,8 +182,6 @@ def _patterns(
             (end + back_down * (n - 1 - r), Action(BACKWARD_INPUT, first, 0)),
         ]
         free = {*range(_PERIOD)} - {clock % _PERIOD for clock, _ in pattern}  # for the two W
-        if len(free) > 2:  # two of the four actions fall on one clock
-            return
         # The weights' halves take the two remaining clocks, as early as possible.
         starts = [clock + 1 for clock, _ in pattern[2:]]  # after the two I, which W must follow
         ways = permutations(sorted(free))  # which W takes which clock
@@ -197,17 +192,6 @@ def _patterns(
             (ends[1], Action(BACKWARD_WEIGHT, first, 0)),
         ]
         yield pattern
-
-
-def _held(pattern: Pattern) -> int:
-    """The most chunks of micro-batches that a rank holds while the pattern repeats."""
-    at = {(action.kind, action.stage): clock for clock, action in pattern}
-    # a stage holds a micro-batch from F to W
-    lives = [(at[FORWARD, s], at[BACKWARD_WEIGHT, s]) for s in {a.stage for _, a in pattern}]
-    return max(  # at clock t: those born, less those that have ended
-        sum((t - born) // _PERIOD - (t - dies) // _PERIOD for born, dies in lives)
-        for t in range(_PERIOD)
-    )
 
 
 def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:

@@ -1,9 +1,8 @@
-"""A schedule as a person reads it: its clock table, how much it idles, and how much it holds."""
+"""A schedule as a person reads it: its clock table, and how much it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from itertools import accumulate
 
 from .schedule import HELD_MORE, Action, Schedule, clock_table, stage_ranks
@@ -16,12 +15,6 @@ def peak_alive(schedule: Schedule, held: Callable[[int], float] = lambda _: 1) -
         max(accumulate(HELD_MORE[kind] * held(stage) for kind, stage, _ in actions))
         for actions in schedule
     ]
-
-
-def bubble(schedule: Schedule) -> Fraction:
-    """The idle share of all ranks' clocks."""
-    slots = [action for row in clock_table(schedule) for action in row]  # ranks x clocks
-    return Fraction(slots.count(None), len(slots))
 
 
 def as_text(schedule: Schedule) -> str:
@@ -41,11 +34,3 @@ def name_of(action: Action, ranks: Sequence[int]) -> str:
     """F0; if its rank, from `stage_ranks`, has several stages: F0a, F0b, ..."""
     stages = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
     return str(action) + (chr(ord("a") + stages.index(action.stage)) if len(stages) > 1 else "")
-
-
-def in_words(num_ranks: int, chunks: int = 1) -> str:
-    """`2 stages` if each rank has one, otherwise `2 ranks, 2 chunks each, 4 stages`."""
-    if chunks == 1:
-        return f"{num_ranks} stage{'s' * (num_ranks > 1)}"
-    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-    return f"{ranks}, {chunks} chunks each, {num_ranks * chunks} stages"

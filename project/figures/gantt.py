@@ -8,11 +8,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from pipeline.schedules.catalogue import find, sizes_of
-from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_alive
+from pipeline.schedules.printed import as_text, name_of, peak_alive
 from pipeline.schedules.schedule import FORWARD, Action
 from pipeline.schedules.written import label_of
 from planning.simulate import Simulation, Simulator, Work
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 from training.timeline import COMMUNICATION, EVENT_KINDS, Event
 
 from .compared import Compared
@@ -41,12 +41,14 @@ def plot_schedule(
         raise UserError(str(error)) from None
     print(as_text(schedule), MEANING, sep="\n")
     step = Simulator(schedule).run(Work(lambda _: 1.0))
-    chunks = len(step.simulator.ranks) // num_ranks
-    title = f"{label_of(name)}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
-    title += f"{float(bubble(schedule)):.0%} idle"
+    ranks, chunks = step.simulator.ranks, len(step.simulator.ranks) // num_ranks
+    stages = counted(len(ranks), "stage")
+    if chunks > 1:
+        stages = f"{counted(num_ranks, 'rank')}, {chunks} chunks each, {stages}"
+    title = f"{label_of(name)}: {stages}, {num_microbatches} micro-batches, {step.bubble:.0%} idle"
     held = ", ".join(f"{peak / chunks:.3g}" for peak in peak_alive(schedule))
     foot = f"micro-batches whose activations a rank holds, at most: {held}"
-    return draw_gantt(path, {"": events_of(step)}, step.simulator.ranks, title, foot, "clock")
+    return draw_gantt(path, {"": events_of(step)}, ranks, title, foot, "clock")
 
 
 def draw_step(path: Path, step: Compared, below: str, foot: str = "") -> Path:

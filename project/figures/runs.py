@@ -99,21 +99,18 @@ class Run:
                 workers.setdefault(name, []).append(event)
         return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1])))
 
-    def over_epochs(self, metric: str) -> tuple[float, float]:
-        """Mean and standard deviation over all epochs but the first, or of the only one: of the
-        slowest rank's time, or of the throughput summed over the ranks."""
+    def speed_in(self, metric: str) -> tuple[float, float]:
+        """For `throughput`, examples per second over all steps but the first, and their standard
+        deviation over steps; raises UserError if the run has not finished. Else mean and deviation
+        over all epochs but the first, or of the only one: of the slowest rank's time, or of the
+        throughput summed over the ranks."""
+        if metric == "throughput":
+            size, seconds = self.finished["batch_size"], self.finished["step_seconds"]
+            seconds = seconds[1:] or seconds
+            return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
         combine = max if metric == "training_time" else sum
         epochs = self.epochs[1:] or self.epochs
         return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
-
-    def speed_in(self, metric: str) -> tuple[float, float]:
-        """For `throughput`, examples per second over all steps but the first, and their standard
-        deviation over steps; else `over_epochs`. Raises UserError if the run has not finished."""
-        if metric != "throughput":
-            return self.over_epochs(metric)
-        size, seconds = self.finished["batch_size"], self.finished["step_seconds"]
-        seconds = seconds[1:] or seconds
-        return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
 
     def same(self, other: Run, *options: str) -> bool:
         """Whether two runs have the same values of some options."""

@@ -9,6 +9,7 @@ import pytest
 
 from tests.gpu import __main__ as gpu
 from tests.project.programs import parse
+from tests.which import see_gpus
 
 
 def test_gpus_that_torch_cannot_use_are_not_passed_over(
@@ -40,7 +41,7 @@ def test_its_command_lines_fit_any_number_of_gpus(
     n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: n)
+    see_gpus(n, monkeypatch)
     lines = [line.replace(".py", "", 1) for chain in gpu.programs(n) for line in chain]
     found = [parse(f"{line} --device cuda") for line in lines if not line.startswith("generate")]
     assert len(found) == 10

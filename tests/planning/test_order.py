@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from pipeline.schedules.schedule import validate
 from planning import order
 from planning.order import RankTimes, bound, held, search_order, seconds_of
 from project.plan import main
+from tests.project.made_up import PIPELINE, write_run
 
 
 def times_of(n: int, last: float, message: float, halves: tuple[float, float]) -> RankTimes:
@@ -73,3 +75,22 @@ def test_the_command_writes_what_runs(
     main(sizes.split())
     assert "No better order was found: take --schedule zbv" in capsys.readouterr().out
     assert not path.exists()
+
+
+def test_the_command_is_for_the_model_that_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages, GPipe: any order that begins backwards earlier is better."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(order, "MOVES", 500)
+    size: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "n_layer": None, "vgg_width": 64}
+    narrow, deep = {"vgg_width": 8}, {"model": "gpt2", "n_layer": 30}
+    for options, typed in (
+        (size, "--model vgg16"),
+        (size | narrow, "--model vgg16 --vgg_width 8"),
+        (size | deep, "--model gpt2 --n_layer 30"),
+    ):
+        folder = write_run(tmp_path, "pipeline2", PIPELINE, num_microbatches=2, **options)
+        main(f"schedule --stages 2 --num_microbatches 2 --times {folder}".split())
+        said = capsys.readouterr().out
+        assert f"\npython project/train.py pipeline {typed} --world_size 2 " in said

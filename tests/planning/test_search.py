@@ -13,6 +13,7 @@ from planning.cost import GIB, Memory, PricedStep
 from planning.describe import MODELS, Layout, machine, model_of
 from planning.search import command, cut, doubts, kinds, layouts, options, preferred, search, why
 from project.train import parse_train
+from tests.which import see_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 A100 = machine("a100-80gb")
@@ -190,7 +191,7 @@ def test_nodes_share_the_ranks_equally() -> None:
 def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind: single, ddp, fsdp, 3d with stages, chunks, parts of matrices and positions,
     ZeRO, experts."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    see_gpus(8, monkeypatch)
     model, kinds = replace(MODEL, layers=16, vocab=512, seq=128), dict[str, list[str]]()
     experts = replace(model, experts=4, top_k=2)
     for gpus, sizes, cp in ((1, model, 1), (8, model, 1), (8, model, 2), (8, experts, 1)):

@@ -143,7 +143,7 @@ def test_every_gap_says_what_it_waits_for() -> None:
     *_, end = Simulator(one_f_one_b(n, m)).run(Work(slow)).gaps
     assert (end.rank, end.before, {*end.causes}) == (3, None, {FILL, IMBALANCE})
     assert _split(2, 5, 1) == {FILL: 1, IMBALANCE: 1}
-    assert (waiting.waits_for, waiting.cause) == (Action(Kind.FORWARD, 0, 0), FILL)
+    assert (waiting.waits_for, [*waiting.causes]) == (Action(Kind.FORWARD, 0, 0), [FILL])
 
 
 def test_a_deadlock_is_named() -> None:
@@ -156,7 +156,6 @@ def test_a_deadlock_is_named() -> None:
 def test_a_hundred_stages_and_micro_batches() -> None:
     found = run("1f1b", 100, 120, 0)
     assert found.bubble == pipeline_bubble(100, 120)
-    assert found.bubble_over_work == Fraction(99, 120)
 
 
 def test_equal_actions_last_as_long_though_few_backwards_are_whole() -> None:

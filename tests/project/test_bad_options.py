@@ -21,7 +21,6 @@ from training.launch.errors import UserError
 from training.launch.world import World
 from training.options import Options
 from training.resume import DECIDE, OF_RATES, find_resume
-from training.tasks.sequences import SequenceTask
 from training.tasks.texts import load_texts
 from training.tasks.tokens import TOKENIZER_FILES
 from training.tasks.translation import TranslationTask
@@ -45,7 +44,7 @@ def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
         patch.setattr(module, "launch", lambda run, _, args: run(World(), args), raising=False)
-        patch.setattr(SequenceTask, "config_and_weights", begin)
+        patch.setattr("training.tasks.sequences.steps_of_epoch", begin)
         patch.setattr(PictureTask, "__init__", begin)
         with pytest.raises(SystemExit) as end:
             run_program(lambda: module.main(parse_options(kind, module.__doc__)))
@@ -137,6 +136,10 @@ dp --src fr => it has test.en, and no test.fr, in which line i translates its
 dp --tgt de => two languages are needed: --src de --tgt en
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
+dp --n_layer 1000000 => it needs more than 6,045 GiB, and there are
+pp --n_embd 16 --n_head 2 --n_layer 100000000 => --model gpt2-mini in its own size works
+train ddp --model gpt2-mini --vocab_size 4000000000 => it needs more than 7,629 GiB, and there
+train ddp --model gpt2-mini --model_max_length 4000000000 => it needs more than 7,629 GiB, and there
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 train ddp --model VGG16 => there is no such model; is it vgg16?
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?

@@ -20,6 +20,7 @@ from project.train import TrainOptions
 from tests.project.conftest import Refusal
 from tests.project.programs import FLOW, KINDS, ROOT, parse
 from tests.ranks import under_torchrun
+from tests.which import see_gpus
 from training.launch.errors import UserError
 from training.options import SCHEDULE_NAMES, Options, option_names
 from training.resume import DECIDE, OF_LAYOUT
@@ -45,7 +46,7 @@ REFUSED = {  # per kind of value
     "bucket_mb": (["0", "-1", "-.5", "nan", "big"], "positive and finite"),
     "dropout": (["1", "-0.1", "nan"], "from 0 to below 1, e.g. 0.1"),
     "betas": (["0.9", "0.9,1", "0.9,x", "0.9,0.9,0.9"], "two numbers, at least 0, below 1"),
-    "timeout": (["0", "-1", "nan", "1814401"], "positive, at most 1814400"),
+    "timeout": (["0.001", "0.99", "-1", "nan", "1814401"], "from 1 to 1814400 seconds, e.g. 300"),
     "pytest": (["perhaps", "2"], "true or false"),
 }
 
@@ -304,7 +305,7 @@ def test_a_host_with_fewer_gpus_has_the_same_options(monkeypatch: pytest.MonkeyP
     """Else ranks that are compared at the start would not be the same."""
     found = []
     for gpus in (1, 2):
-        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        see_gpus(gpus, monkeypatch)
         found.append(parse(DP))
     assert found[0] == found[1]
 
@@ -323,7 +324,7 @@ def test_under_torchrun_the_first_rank_of_each_host_checks() -> None:
 def test_what_torchrun_and_the_machine_allow(
     gpus: int, started: Started, line: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    see_gpus(gpus, monkeypatch)
     found: int | str
     with under_torchrun(0, started[0], each=started[1]) if started else nullcontext():
         try:

@@ -79,6 +79,7 @@ def test_the_commands_of_the_documentation(said: Said) -> None:
     seconds = 24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3
     assert f"step                {seconds:10.6g}\n" in found
     assert f"bubble              {1 - 600 / seconds:10.2%} " in found
+    assert f"bubble over work    {seconds / 600 - 1:10.2%} " in found
     chosen = said(f"search {XL}")
     assert chosen.count("% slower: ") == 4
     documented = Path(__file__).parents[2].joinpath("docs/planning.md").read_text("utf-8")

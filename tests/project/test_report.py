@@ -70,7 +70,14 @@ def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
         ("F0", 1.25, 2.25), ("F1", 2.25, 3.25), ("B0", 3.25, 5.25), ("B1", 5.25, 7.25),
     ]  # fmt: skip
     gaps = [
-        (name, gap.start, gap.end, str(gap.before), str(gap.waits_for), gap.cause)
+        (
+            name,
+            gap.start,
+            gap.end,
+            str(gap.before),
+            str(gap.waits_for),
+            max(gap.causes, key=gap.causes.__getitem__),
+        )
         for name, of_worker in found.waits.items()
         for gap in of_worker
     ]

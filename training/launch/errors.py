@@ -41,6 +41,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def parameters(number: int) -> str:
+    """The size of a model: 3.8 M parameters, or 4,528 parameters."""
+    return f"{number / 1e6:,.1f} M parameters" if number >= 1e6 else counted(number, "parameter")
+
+
 def listed(words: Iterable[str], last: str) -> str:
     """A list as in a sentence: a, b and c. `last` is the word before the last one."""
     *first, end = words

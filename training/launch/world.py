@@ -132,6 +132,14 @@ def choose_device(device: str, local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def memory_here(device: torch.device) -> int:
+    """Bytes of memory of this host or, for a GPU, of all its GPUs."""
+    if device.type == "cuda":
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return sum(gpu.total_memory for gpu in gpus)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def quiet_libraries() -> None:
     """Silences the advice and progress bars of libraries that are imported later, here and in the
     ranks."""

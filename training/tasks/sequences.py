@@ -29,7 +29,7 @@ from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from runtime.cores import all_cores
 from runtime.dropout import Keys
 from training.files import TOKENS, json_text, moving
-from training.launch.errors import UserError, counted
+from training.launch.errors import UserError, counted, parameters
 from training.launch.world import World
 from training.options import Options
 from training.tasks.task import stream
@@ -98,8 +98,9 @@ class SequenceTask(TrainingTask, ABC):
         with all_cores():  # the threads of `tokenizers` start at their first use
             self.files = world.on_main(lambda: files or self._tokenizer())  # hosts share no folder
             self.tokenizer = load_tokenizer(self.files)
+            # Before the text is tokenized: a vocabulary that is too small is refused at once.
+            self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
             self.examples: Mapping[str, Tokens] = self.chosen(self._tokens(world))
-        self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
         # Pad all to this; None: each micro-batch to its longest sentence.
@@ -304,11 +305,11 @@ class SequenceTask(TrainingTask, ABC):
     def describe(self) -> str:
         """Sizes of the model and of the splits."""
         args, config = self.args, self.config
-        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        size = parameters(sum(p.numel() for p in self.skeleton().parameters()))
         blocks = counted(config.n_layer, "block")
         return (
             f"{args.model}: {blocks} of width {config.n_embd}, "
-            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
+            f"vocabulary {config.vocab_size:,}, {size}\n"
             f"{args.dataset}: {self.about_data()}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
             + "".join(f"\n{note}" for note in self.notes)

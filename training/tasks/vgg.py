@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
+from training.launch.errors import parameters
 from training.launch.world import World
 from training.options import VGG, Options
 from training.tasks.task import stream
@@ -176,9 +177,9 @@ class PictureTask(TrainingTask):
     def describe(self) -> str:
         """Sizes of the model and of the data."""
         args, sets = self.args, self.sets
-        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        size = parameters(sum(p.numel() for p in self.skeleton().parameters()))
         return (
-            f"{VGG}: 16 layers, {parameters / 1e6:.1f} M parameters\n"
+            f"{VGG}: 16 layers, {size}\n"
             f"{args.dataset}: {len(sets.train):,} pictures of {len(sets.classes)} classes to train,"
             f" {len(sets.test):,} to test; batches of {args.batch_size}, {args.precision}, "
             f"{self.device.type}"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.project.programs import ROOT
 from tests.ranks import under_torchrun
-from training.launch.errors import open_streams, refuse
+from training.launch.errors import open_streams, parameters, refuse
 from training.launch.signals import ENDING_SIGNALS, end_process, handlers
 
 BEGIN = """
@@ -175,3 +175,10 @@ def test_a_system_without_posix_signals_is_refused_in_the_first_line_that_fails(
     assert done.returncode == 1
     assert done.stderr.startswith("This program runs on Linux and macOS. On Windows use WSL (")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_size_says_something() -> None:
+    """0.0 M parameters would say nothing of a tiny model."""
+    assert [*map(parameters, (1, 4528, 3_769_856, 1_555_251_200))] == [
+        "1 parameter", "4,528 parameters", "3.8 M parameters", "1,555.3 M parameters"
+    ]  # fmt: skip
