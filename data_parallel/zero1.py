@@ -30,9 +30,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.communicator import Communicator
+from runtime.guards import refuse_to_separate
 from runtime.recorder import Recorder, acting
 
 from .buckets import Bucket, GradientBuckets, in_backward_order
@@ -129,7 +130,8 @@ class ShardedOptimizer:
             if not p.requires_grad:  # in a shard of trained ones it would decay
                 raise ValueError(f"{name} is frozen, and stays on every rank: leave it out")
         self.communicator, self.recorder = communicator, recorder
-        names = {p: name for name, p in parameters.items()}
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        refuse_to_separate(names, "each would move into a flat tensor by itself")
         groups = in_backward_order(parameters.values(), kind=lambda p: kind(names[p]))
         ranks = communicator, replicas or Communicator()
         self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]

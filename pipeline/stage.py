@@ -132,7 +132,7 @@ class Stage:
         """
         kept = _Kept([], WeightsLater(self._totals, self._shared, self._casts))
         for part in self._parts:
-            graph = Graph(self.memory)
+            graph = Graph(self.memory, part.parameters)
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
             run = partial(self._layers, i, part, kept.later)
             value = graph.record(value, run, is_first, self._checkpoints(i, part))

@@ -32,6 +32,11 @@ SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
     "p.grad after the step"
 )
 
+CHANGED_APART = (  # for `buffers_unchanged`
+    "processes would each have their own, and threads write in any order. Take a module for each "
+    "stage, or one without such state, e.g. group norm"
+)
+
 
 def new_stages(
     parts: Sequence[nn.Sequential],
@@ -61,6 +66,15 @@ def new_stages(
             stages.append(Stage(s, part, devices[s], draws, first_layer, checked=checked, **how))
         first_layer += len(part)
     return stages
+
+
+def on_several(parts: Sequence[nn.Module], places: Sequence[int]) -> dict[nn.Module, str]:
+    """The modules that parts of several `places` (ranks, or workers) have, with a name each."""
+    users: dict[nn.Module, set[int]] = {}
+    for part, place in zip(parts, places, strict=True):
+        for m in part.modules():
+            users.setdefault(m, set()).add(place)
+    return {m: f"a {type(m).__name__} on several stages" for m, u in users.items() if len(u) > 1}
 
 
 def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:

@@ -28,11 +28,12 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class Graph:
-    """One piece, with its tensors on the device `memory`."""
+    """One piece, with its tensors on the device `memory`. `weights`: what may not be written to
+    before a checkpointed piece has been computed again."""
 
-    def __init__(self, memory: torch.device) -> None:
-        self._memory = memory
-        self._checkpoint: tuple[Any, list[int], Autocast] | None = None  # x as given
+    def __init__(self, memory: torch.device, weights: Sequence[Tensor] = ()) -> None:
+        self._memory, self._weights = memory, weights
+        self._checkpoint: tuple[Any, list[int], Autocast] | None = None  # x as given, `_writes`
         # By position among the leaves of x and of y: those with a gradient.
         self._x: dict[int, Tensor] = {}
         self._y: dict[int, Tensor] = {}
@@ -78,21 +79,22 @@ class Graph:
                     left[id(result)] = result.detach().requires_grad_(result.requires_grad)
         if training and checkpoint:
             self.release()  # frees y, and with it all that autograd keeps
-            self._checkpoint = value, versions(value), Autocast()  # x, its writes so far
+            self._checkpoint = value, self._writes(value), Autocast()
         return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
         """Rebuilds a checkpointed graph. `run` must compute the same bits again.
 
-        Raises RuntimeError if x has been written to in between.
+        Raises RuntimeError if x or a weight has been written to in between.
         """
         if self._checkpoint is None:
             return
         value, before, autocast = self._checkpoint
-        if versions(value) != before:
+        if self._writes(value) != before:
             raise RuntimeError(
-                "the input was written to between forward and backward, which computes it again: "
-                "hand over a copy, or use recompute='never'"
+                "the input, or a parameter, was written to between forward and backward, which "
+                "computes the forward again: hand over a copy of the input, update after backward, "
+                "or use recompute='never'"
             )
         with torch.enable_grad(), autocast.entered():
             self.record(value, run, copy=True)  # for the graph alone: y is known
@@ -134,10 +136,11 @@ class Graph:
         """Lets go of x and y. Weight products still to be computed keep their own operands."""
         self._x, self._y = {}, {}
 
-
-def versions(value: Any) -> list[int]:
-    """The number of writes to each tensor; inference tensors do not count theirs."""
-    return [0 if x.is_inference() else x._version for x in tensors_of(value)]
+    def _writes(self, value: Any) -> list[int]:
+        """The number of writes to each tensor of x, and weight; inference tensors do not count
+        theirs."""
+        watched = (*tensors_of(value), *self._weights)
+        return [0 if x.is_inference() else x._version for x in watched]
 
 
 def memory_of(device: torch.device) -> torch.device:

@@ -355,7 +355,8 @@ class _Multiplied(torch.autograd.Function):
         exchange: AroundProduct | None,
         later: WeightsLater | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, w)  # of a scattered x this rank's rows
+        needed = w if ctx.needs_input_grad[0] else None  # the batch has no dx, so w may change
+        ctx.save_for_backward(x, needed)  # of a scattered x this rank's rows
         trained_bias = bias if bias is not None and bias.requires_grad else None
         ctx.notes = weight, trained_bias, product, exchange, later
         x = x if exchange is None else exchange.gather(x)
@@ -378,7 +379,7 @@ class _Multiplied(torch.autograd.Function):
                 "products that are cut over ranks, and experts, cannot be differentiated twice: no "
                 "create_graph=True"
             )
-        if torch.is_grad_enabled() and w.dtype != weight.dtype:
+        if w is not None and torch.is_grad_enabled() and w.dtype != weight.dtype:
             w = weight.to(w.dtype)  # differentiated again: the kept copy has no graph
         x = x if exchange is None else exchange.gather(x)
         rows = dy.flatten(0, -2)  # R N, any of which may be 0

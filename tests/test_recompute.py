@@ -166,10 +166,20 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
         x, _ = floats()
         output = pipe(x)
         x.zero_()
-        with pytest.raises(RuntimeError, match="the input was written to between forward and"):
+        with pytest.raises(RuntimeError, match="the input, or a parameter, was written to between"):
             output.sum().backward()
         # Not a gradient of nothing the second time. Each stage refuses; the first to do so is told.
         with pytest.raises(RuntimeError, match=r"was written to between forward|holds no graph on"):
+            output.sum().backward()
+    model = layers()
+    with Pipe(cut(model, (3, 3)), split_size=2, recompute="sqrt") as pipe:
+        output = pipe(floats()[0])
+        torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1).step()
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        with pytest.raises(
+            RuntimeError, match=r"parameter, was written to .*update after backward"
+        ):
             output.sum().backward()
     with pytest.raises(ValueError, match="recompute='often': one of never, always, except_last"):
         Pipe(cut(layers()), recompute="often").train_step(*batch(), square_error)

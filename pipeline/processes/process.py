@@ -66,9 +66,24 @@ from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import FORWARD, Action, BuildSchedule
 from pipeline.stage import Stage
-from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
+from pipeline.step import (
+    CHANGED_APART,
+    SUMMED_BY_STAGES,
+    Losses,
+    LossFunction,
+    Ready,
+    hand_over,
+    new_stages,
+    on_several,
+)  # fmt: skip
 from runtime.graph import Gradients
-from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_own_forward
+from runtime.guards import (
+    buffers_unchanged,
+    refuse_gradient,
+    refuse_gradient_hooks,
+    refuse_own_forward,
+    refuse_to_separate,
+)  # fmt: skip
 from runtime.linear import WeightsMayWait
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
@@ -134,11 +149,14 @@ class ProcessPipe:
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self._is_last = self.rank == self.ranks[-1]  # has the last stage
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
+        own, shared = {*self.module.modules()}, on_several(self._parts, self.ranks)
+        self._shared = {m: name for m, name in shared.items() if m in own}
         self._uncalled = [*holders(layers), self.module]
         self._waiting = WeightsMayWait([self.module])
-        self._calls = 0  # of `train_step` and `forward`
+        self._calls = Counter[bool]()  # of `forward`, and of `train_step`
         self._recompute = recompute
         names = names_of(layers if model is None else model)
+        refuse_to_separate(names, "each rank would have its own")
         uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
         for part, r in zip(self._parts, self.ranks, strict=True):
             for p in part.parameters():
@@ -308,13 +326,14 @@ class ProcessPipe:
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; `how`: other arguments of `Stage`."""
-        self._calls += 1
+        training = torch.is_grad_enabled()
+        self._calls[training] += 1
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
         return new_stages(
             parts, dict.fromkeys(self._own, self.device), OfProcess, self._uncalled,
-            self._calls - 1, **how,
+            self._calls[training] - 1, **how,
         )  # fmt: skip
 
     def _run(
@@ -335,6 +354,7 @@ class ProcessPipe:
         with (
             torch.autograd.set_multithreading_enabled(False), self._waiting,
             torch.random.fork_rng(devices=()),  # of the CPU
+            buffers_unchanged(self._shared if stages[0].checked else {}, CHANGED_APART),
         ):  # fmt: skip
             flow.run(actions)  # on the calling thread; layers seed their draws
 

@@ -32,7 +32,7 @@ from tests.data_parallel.sharded_models import (
     tied,
     whole,
 )
-from tests.odd_layers import FEATURES, ODD, linear
+from tests.odd_layers import FEATURES, ODD, in_one_memory, linear
 from tests.pipeline.pipeline_models import Around, Call, assert_close, gradients
 from tests.ranks import sharing
 from tests.remote import on_ranks
@@ -113,7 +113,8 @@ class Seen(nn.Module):
 
     def __init__(self, see: Callable[[Tensor], Tensor], weight: Tensor) -> None:
         super().__init__()
-        self.bias, self.weight, self.see = nn.Parameter(torch.ones(3)), nn.Parameter(weight), see
+        self.bias, self.see = nn.Parameter(torch.ones(3)), see
+        self.weight = nn.Parameter(weight.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.see(self.weight) * self.bias.sum()
@@ -272,6 +273,10 @@ def test_mistakes(_: int, _world: int) -> None:
         (lambda: make(hooked), of_a_hook),
         (lambda: make(hooked_after), of_a_hook),
         (lambda: FullyShardedDataParallel(Around(given), SGD), r"^a Around in place of layers"),
+        (
+            lambda: FullyShardedDataParallel(in_one_memory(), SGD),
+            r"^the parameters 0\.weight and 1",
+        ),
         (lambda: FullyShardedDataParallel(watched, SGD), r"^a Sequential has a hook that would"),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
@@ -291,6 +296,16 @@ def test_mistakes(_: int, _world: int) -> None:
         getattr(fsdp.layers[0].module, key).requires_grad_(way == "unfrozen")
         with pytest.raises(ValueError, match=rf"^0\.{key} was {way} after it was sharded, .* anew"):
             fsdp.forward(x)
+
+
+@pytest.mark.parametrize("update", ["optimizer_step", "parameters_changed"])
+@on_ranks(2)
+def test_no_backward_takes_the_values_after_an_update(_: int, _world: int, update: str) -> None:
+    fsdp = FullyShardedDataParallel([nn.Linear(2, 2), nn.Linear(2, 2)], SGD)
+    loss = fsdp.forward(torch.ones(1, 2)).sum()
+    getattr(fsdp, update)()
+    with pytest.raises(RuntimeError, match=r"^call forward\(\) .* and after an update"):
+        fsdp.backward(loss)
 
 
 @on_ranks(2)

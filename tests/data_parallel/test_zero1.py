@@ -16,6 +16,7 @@ from data_parallel import zero1
 from data_parallel.buckets import in_backward_order
 from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
+from tests.odd_layers import in_one_memory
 from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import nan_in_new_memory, sharing
 from tests.remote import on_ranks
@@ -85,6 +86,15 @@ def test_data_that_were_replaced_are_refused() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^the data of a parameter were replaced, and would"):
         sharded.buckets.finish()
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    said = (
+        r"^the parameters 0\.weight and 1\.weight share memory, and each would move .*: let the "
+        r"modules have one Parameter, as in head\.weight = embedding\.weight$"
+    )
+    with pytest.raises(ValueError, match=said):
+        zero1.ShardedOptimizer(dict(in_one_memory().named_parameters()), SGD, Communicator())
 
 
 def test_a_frozen_parameter_is_refused() -> None:
