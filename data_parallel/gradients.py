@@ -111,7 +111,7 @@ class DistributedDataParallel(nn.Module):
         self.group = group
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
-        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        self._trained = {p for p in module.parameters() if p.requires_grad}
         communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
         groups = in_backward_order(module.parameters(), bucket_bytes)
         self.buckets = GradientBuckets(
@@ -137,13 +137,13 @@ class DistributedDataParallel(nn.Module):
 
     def average_gradients(self) -> None:
         """Waits until every p.grad is the mean over the ranks. Call it after each backward outside
-        `no_sync()`, equally often on all ranks. Raises ValueError if a parameter was unfrozen after
-        it was wrapped."""
-        for name, p in self._frozen.items():
-            if p.requires_grad:
+        `no_sync()`, equally often on all ranks. Raises ValueError if a parameter was unfrozen,
+        replaced (as by `load_state_dict(..., assign=True)`) or added after it was wrapped."""
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p not in self._trained:
                 raise ValueError(
-                    f"{name} was unfrozen after it was wrapped, and is in no bucket: each rank has "
-                    "a gradient of its own; wrap the module anew"
+                    f"{name} was unfrozen, replaced or added after the module was wrapped, and is "
+                    "in no bucket: each rank has a gradient of its own; wrap the module anew"
                 )
         self.buckets.finish()
 

@@ -37,7 +37,7 @@ from runtime.guards import refuse_to_separate
 from runtime.recorder import Recorder, acting
 
 from .buckets import Bucket, GradientBuckets, in_backward_order
-from .shards import MakeOptimizer, Unit, give_gradients, make_with
+from .shards import MakeOptimizer, Unit, first_value, give_gradients, make_with
 
 
 class ScatteredBucket(Bucket):
@@ -60,8 +60,9 @@ class ScatteredBucket(Bucket):
         memory = unit.numel, unit.dtype, trained[0].device
         # Both stay zero in the gaps: these count in norms.
         flat, self.values = communicator.keep(*memory), communicator.keep(*memory)
-        for p, view in zip(trained, unit.views(self.values), strict=True):
-            p.data = view.copy_(p.detach())
+        groups = communicator.group, replicas.group
+        for (name, p), view in zip(named.items(), unit.views(self.values), strict=True):
+            p.data = view.copy_(first_value(p, name, groups, p.device, None))
         self._places = [p.data_ptr() for p in trained]
         own = unit.shard_slice(communicator.rank)
         self.shard, self.part = self.values[own], flat[own]
@@ -102,8 +103,8 @@ class ShardedOptimizer:
 
     Args:
         parameters: of this rank, by name, all trained, the same on all ranks of the communicator.
-            Their data moves into the flat tensors. One without a gradient counts as having zeros:
-            AdamW lets it decay.
+            Their data, those of the first rank, move into the flat tensors. One without a gradient
+            counts as having zeros: AdamW lets it decay.
         make_optimizer: see `shards.MakeOptimizer`.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.

@@ -143,7 +143,7 @@ def refuse_to_detach(value: Any, who: str) -> None:
                 f"{who} hands on a tensor that requires grad and is not dense ({t.layout}): let it "
                 "hand on x.to_dense()"
             )
-    if two_that_share_memory(tensors):
+    if any(pairs_in_one_memory(tensors)):
         raise ValueError(
             f"{who} hands on tensors that share memory, such as a tensor and a view of it: a write "
             "to one would make the other's gradient wrong. Let it hand on a copy, e.g. "
@@ -152,12 +152,14 @@ def refuse_to_detach(value: Any, who: str) -> None:
 
 
 def refuse_to_separate(names: Mapping[Tensor, str], why: str) -> None:
-    """ValueError if two of the parameters, given with their names, share memory: see `why`."""
-    if pair := two_that_share_memory(t for t in names if isinstance(t, nn.Parameter)):
-        raise ValueError(
-            f"the parameters {' and '.join(names[p] for p in pair)} share memory, and {why}: let "
-            "the modules have one Parameter, as in head.weight = embedding.weight"
-        )
+    """ValueError if a parameter shares memory with another or with a buffer; all are given with
+    their names. `why` it would not afterwards."""
+    for pair in pairs_in_one_memory(names):
+        if any(isinstance(t, nn.Parameter) for t in pair):
+            raise ValueError(
+                f"{' and '.join(names[t] for t in pair)} share memory, and {why}: let the modules "
+                "have one Parameter, as in head.weight = embedding.weight"
+            )
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -165,10 +167,10 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two of the tensors that have memory in common; None if all are apart. The same tensor twice
-    does not count. A tensor's memory reaches from its first element to its last, including the
-    elements its strides skip."""
+def pairs_in_one_memory(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of the tensors that have memory in common. The same tensor twice does not count. A
+    tensor's memory reaches from its first element to its last, including the elements its strides
+    skip."""
     places: list[tuple[Any, ...]] = []  # storage, first byte, last byte, a number, the tensor
     for t in {id(t): t for t in tensors}.values():
         if is_dense(t) and t.numel():
@@ -177,8 +179,7 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
             places.append((t.untyped_storage()._cdata, *ends, len(places), t))
     for (storage, _, end, _, t), (another, begin, _, _, other) in pairwise(sorted(places)):
         if storage == another and begin <= end:
-            return t, other
-    return None
+            yield t, other
 
 
 def refuse_gradient(value: Any, what: str, instead: str) -> None:

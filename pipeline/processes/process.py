@@ -157,13 +157,13 @@ class ProcessPipe:
         self._recompute = recompute
         names = names_of(layers if model is None else model)
         refuse_to_separate(names, "each rank would have its own")
-        uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
+        uses: dict[str, set[int]] = {}  # by parameter, the ranks of the stages that use it
         for part, r in zip(self._parts, self.ranks, strict=True):
             for p in part.parameters():
-                uses.setdefault(names[p], []).append(r)
-        self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
-        # of several stages; the same order on all ranks
-        self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
+                uses.setdefault(names[p], set()).add(r)
+        self._users = {name: sorted(users) for name, users in sorted(uses.items())}
+        # of several ranks; the same order on all
+        self._tied = {name: users for name, users in self._users.items() if len(users) > 1}
         self._names = materialize(self.module, names, self.device, initialize)
         if world_size > 1 and not messages:
             if world_size != dist.get_world_size():
@@ -179,6 +179,8 @@ class ProcessPipe:
             acting=lambda *what: acting(this.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
+        if initialize is None:  # which would give them the same values everywhere
+            self._begin_alike()
 
     def close(self) -> None:
         """Hangs up. Call it after the last step of all ranks, when every message was received."""
@@ -296,6 +298,15 @@ class ProcessPipe:
                     hand_over({p: total})
                 else:
                     p.grad.copy_(total)  # in place: it may lie in a bucket
+
+    @torch.no_grad()
+    def _begin_alike(self) -> None:
+        """Tied parameters begin with the values of their first rank."""
+        tied = {name: p for name, p in self.named_parameters().items() if name in self._tied}
+        own = {name: p for name, p in tied.items() if self._tied[name][0] == self.rank}
+        with self._step():
+            for name, value in self._neighbours.sums_over_users(own).items():
+                tied[name].copy_(value)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""

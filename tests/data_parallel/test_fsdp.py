@@ -273,10 +273,8 @@ def test_mistakes(_: int, _world: int) -> None:
         (lambda: make(hooked), of_a_hook),
         (lambda: make(hooked_after), of_a_hook),
         (lambda: FullyShardedDataParallel(Around(given), SGD), r"^a Around in place of layers"),
-        (
-            lambda: FullyShardedDataParallel(in_one_memory(), SGD),
-            r"^the parameters 0\.weight and 1",
-        ),
+        (lambda: FullyShardedDataParallel(in_one_memory(), SGD), r"^0\.weight and 1\.weight share"),
+        (lambda: make(Alias()), r"^0\.weight and 0\.now share memory, and each"),
         (lambda: FullyShardedDataParallel(watched, SGD), r"^a Sequential has a hook that would"),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
@@ -296,6 +294,36 @@ def test_mistakes(_: int, _world: int) -> None:
         getattr(fsdp.layers[0].module, key).requires_grad_(way == "unfrozen")
         with pytest.raises(ValueError, match=rf"^0\.{key} was {way} after it was sharded, .* anew"):
             fsdp.forward(x)
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
+
+
+@pytest.mark.filterwarnings("ignore:for weight. copying from a non-meta")
+@pytest.mark.parametrize(
+    "change",
+    [replaced, nn.Linear.reset_parameters, nn.Linear.half, nn.utils.parametrizations.weight_norm],
+)
+@on_ranks(2)
+def test_what_a_module_is_given_later_is_not_lost_in_silence(
+    _: int, _world: int, change: Callable[[nn.Linear], Any]
+) -> None:
+    """Its values are in the shards."""
+    layer = nn.Linear(2, 2)
+    fsdp = FullyShardedDataParallel([layer], SGD)
+    change(layer)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^0\.(weight|bias) was replaced or wr"):
+        fsdp.forward(torch.ones(1, 2))
+
+
+class Alias(nn.Module):
+    """A buffer that follows the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("now", self.weight.data)
 
 
 @pytest.mark.parametrize("update", ["optimizer_step", "parameters_changed"])
