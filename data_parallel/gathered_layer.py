@@ -130,15 +130,12 @@ class GatheredLayer:
             name = unit.entries[entry].name
             if checked:
                 refuse_gradient_hooks([(name, p)], NO_HOOKS)
-            if p.requires_grad != unit.trainable:
+            is_there = module._parameters.get(attribute) is p
+            now = is_there, p._version, p.dtype, p.requires_grad
+            if now != (True, 0, unit.dtype, unit.trainable):
                 raise ValueError(
-                    f"{name} was {'frozen' if unit.trainable else 'unfrozen'} after it was "
-                    "sharded, and frozen parameters lie apart: shard the layers anew"
-                )
-            if module._parameters.get(attribute) is not p or p._version or p.dtype != unit.dtype:
-                raise ValueError(
-                    f"{name} was replaced or written to after it was sharded, but its values are "
-                    "in the shards: write to these (`get_local_info`) and call "
+                    f"{name} was replaced, written to, cast, frozen or unfrozen after it was "
+                    "sharded: write to the shards (`get_local_info`) and call "
                     "parameters_changed(), or shard the layers anew"
                 )
         graph = LayerGraph(self.device, self.module)

@@ -7,6 +7,7 @@ channels, and in where random numbers come from.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -70,11 +71,10 @@ def new_stages(
 
 def on_several(parts: Sequence[nn.Module], places: Sequence[int]) -> dict[nn.Module, str]:
     """The modules that parts of several `places` (ranks, or workers) have, with a name each."""
-    users: dict[nn.Module, set[int]] = {}
-    for part, place in zip(parts, places, strict=True):
-        for m in part.modules():
-            users.setdefault(m, set()).add(place)
-    return {m: f"a {type(m).__name__} on several stages" for m, u in users.items() if len(u) > 1}
+    pairs = zip(parts, places, strict=True)
+    uses = dict.fromkeys((m, place) for part, place in pairs for m in part.modules())
+    numbers = Counter(m for m, _ in uses)  # of places
+    return {m: f"a {type(m).__name__} on several stages" for m, n in numbers.items() if n > 1}
 
 
 def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:

@@ -134,15 +134,12 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def refuse_to_detach(value: Any, who: str) -> None:
-    """ValueError if `value`, which `who` hands on, has tensors that share memory, or one that is
-    not dense and requires a gradient."""
+    """ValueError if `value`, which `who` hands on, has tensors that share memory. TypeError if one
+    is not dense and requires a gradient."""
     tensors = tensors_of(value)
     for t in tensors:
-        if t.requires_grad and not is_dense(t):
-            raise ValueError(
-                f"{who} hands on a tensor that requires grad and is not dense ({t.layout}): let it "
-                "hand on x.to_dense()"
-            )
+        if t.requires_grad:
+            refuse_other_layouts(t, who)
     if any(pairs_in_one_memory(tensors)):
         raise ValueError(
             f"{who} hands on tensors that share memory, such as a tensor and a view of it: a write "
@@ -162,9 +159,13 @@ def refuse_to_separate(names: Mapping[Tensor, str], why: str) -> None:
             )
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Neither sparse, nor nested, nor in a library's own layout."""
-    return tensor.layout == torch.strided and not tensor.is_nested
+def refuse_other_layouts(tensor: Tensor, who: str) -> None:
+    """TypeError if a tensor is sparse, nested, quantized, or in a library's own layout."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(
+            f"{who} hands on a tensor that is not dense ({tensor.layout}, {tensor.dtype}): let it "
+            "hand on x.to_dense(), or x.dequantize() if it is quantized"
+        )
 
 
 def pairs_in_one_memory(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -173,7 +174,7 @@ def pairs_in_one_memory(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ten
     skip."""
     places: list[tuple[Any, ...]] = []  # storage, first byte, last byte, a number, the tensor
     for t in {id(t): t for t in tensors}.values():
-        if is_dense(t) and t.numel():
+        if t.layout == torch.strided and not t.is_nested and t.numel():
             last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
             ends = (t.itemsize * (t.storage_offset() + offset) for offset in (0, last))
             places.append((t.untyped_storage()._cdata, *ends, len(places), t))

@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     ),
     "a sparse tensor": (
         lambda: [linear(), Call(Tensor.to_sparse), Call(Tensor.to_dense), linear()], (2, 2),
-        r"layer 1 \(Call\) hands on a tensor that requires grad and is not dense \(torch",
+        r"layer 1 \(Call\) hands on a tensor that is not dense \(torch",
     ),
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),

@@ -197,7 +197,7 @@ def test_what_is_not_dense_is_not_sent(kind: str) -> None:
         "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "nested": lambda: torch.nested.nested_tensor([x[0], x[1, :2]]),
     }
-    with pytest.raises(TypeError, match=r"^a tensor for another process that is not dense \(torch"):
+    with pytest.raises(TypeError, match=r"^a stage hands on a tensor that is not dense \(torch"):
         Message(("activations", ways[kind]()))
 
 
