@@ -74,6 +74,7 @@ from runtime.pool import private_pool
 from runtime.recorder import Recorder, acting
 from runtime.waits import control_device
 
+from .buckets import refuse_other_tensors
 from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
 from .shards import (
     FlatSlice,
@@ -120,8 +121,8 @@ class FullyShardedDataParallel:
         traits: of a name; parameters with different traits go into different units.
 
     Raises:
-        ValueError: there is nothing to train, something is on the meta device without `init`, or a
-            parameter has a hook on its gradient.
+        ValueError: there is nothing to train, something is on the meta device without `init`, a
+            parameter has a hook on its gradient or shares memory, or ranks have other parameters.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class FullyShardedDataParallel:
         refuse_to_separate(names, "each would be sharded by itself")
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the layers have no parameter that requires a gradient")
+        refuse_other_tensors(model.named_parameters(), [self.group, replicas])
         self.communicator, pool = Communicator(self.group), private_pool(self.device)
         self.replicas = Communicator(replicas)
         self._communicators = {self.group: self.communicator}

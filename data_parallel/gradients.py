@@ -40,7 +40,14 @@ from runtime.communicator import Communicator
 from runtime.recorder import Recorder
 from runtime.waits import control_device
 
-from .buckets import GradientBuckets, SummedBucket, group_by_size, in_backward_order, make_dense
+from .buckets import (
+    GradientBuckets,
+    SummedBucket,
+    group_by_size,
+    in_backward_order,
+    make_dense,
+    refuse_other_tensors,
+)  # fmt: skip
 
 BROADCAST_BYTES = 25 << 20  # at a time
 
@@ -109,7 +116,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self._check_that_all_have_the_same_module()
+        tensors = *module.named_parameters(), *module.named_buffers()
+        refuse_other_tensors(tensors, [group or dist.group.WORLD])
         self.broadcast_params()
         self._trained = {p for p in module.parameters() if p.requires_grad}
         communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
@@ -150,20 +158,6 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates gradients locally and sends nothing."""
         return self.buckets.no_sync()
-
-    def _check_that_all_have_the_same_module(self) -> None:
-        """Otherwise broadcasts of different sizes would hang or mix up the weights."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        described = [  # buckets hold gradients in the order in which parameters lie in memory
-            (name, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for name, t in tensors
-        ]
-        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(by_rank, described, self.group)
-        others = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
-        if others:  # the same on all ranks: all raise, or none
-            raise ValueError(
-                f"ranks {others} have a module unlike rank 0's: all must construct the same one"
-            )
 
 
 def copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:

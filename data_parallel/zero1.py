@@ -36,7 +36,7 @@ from runtime.communicator import Communicator
 from runtime.guards import refuse_to_separate
 from runtime.recorder import Recorder, acting
 
-from .buckets import Bucket, GradientBuckets, in_backward_order
+from .buckets import Bucket, GradientBuckets, in_backward_order, refuse_other_tensors
 from .shards import MakeOptimizer, Unit, first_value, give_gradients, make_with
 
 
@@ -115,7 +115,7 @@ class ShardedOptimizer:
         optimizer: of the slices. After each step all ranks get the new values.
 
     Raises:
-        ValueError: a parameter is frozen.
+        ValueError: a parameter is frozen, or shares memory with another; or ranks have others.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class ShardedOptimizer:
         refuse_to_separate(names, "each would move into a flat tensor by itself")
         groups = in_backward_order(parameters.values(), kind=lambda p: kind(names[p]))
         ranks = communicator, replicas or Communicator()
+        refuse_other_tensors(parameters.items(), [each.group for each in ranks])
         self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]
         self.buckets = GradientBuckets(self._parts, recorder)
         self.slices = [x for bucket in self._parts for x in bucket.trained]

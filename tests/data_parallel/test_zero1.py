@@ -14,6 +14,7 @@ from torch import nn
 
 from data_parallel import zero1
 from data_parallel.buckets import in_backward_order
+from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
 from tests.odd_layers import in_one_memory
@@ -79,6 +80,19 @@ def test_shards_are_summed_while_backward_runs(_rank: int, _: int) -> None:
         ("all_gather", -1),
     ]  # fmt: skip
     assert [start < middle for *_, start, _ in told] == [True] * 3 + [False] * 2
+
+
+@on_ranks(2)
+def test_other_parameters_on_other_ranks_are_refused_everywhere(rank: int, _: int) -> None:
+    """Their parts would be of other parameters."""
+    layer = nn.Linear(3, 3)
+    names = [["weight", "bias"], ["bias", "weight"]][rank]
+    with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
+        zero1.ShardedOptimizer(
+            {name: getattr(layer, name) for name in names}, SGD, Communicator(dist.group.WORLD)
+        )
+    with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
+        FullyShardedDataParallel([nn.Linear(3, 3 + rank)], SGD)
 
 
 def test_data_that_were_replaced_are_refused() -> None:
