@@ -91,7 +91,8 @@ class DistributedDataParallel(nn.Module):
     """Keeps `module` the same on all ranks.
 
     All ranks must construct it together, with the same module. Buffers are sent once, with the
-    parameters; later writes to them (the averages of a batch norm) stay on their rank.
+    parameters; later writes to them (the averages of a batch norm) stay on their rank. A hook on a
+    gradient sees this rank's, before the mean: one that is not linear, as a clip, sees too little.
 
     Args:
         module: already on its device.

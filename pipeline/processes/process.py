@@ -101,7 +101,8 @@ class ProcessPipe:
     """A pipeline on the ranks of `group`; stage s has the next `sizes[s]` of `layers`.
 
     Args:
-        layers: all layers, on every rank; other ranks' are best on the meta device.
+        layers: all layers, on every rank; other ranks' are best on the meta device. Parameters of
+            several ranks begin with the first one's values.
         sizes: layers per stage; a nested Sequential counts as one layer.
         ranks: of each stage, from `catalogue.ranks_of_stages`; by default stage s is on rank s.
         device: of this rank.
