@@ -43,9 +43,10 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.communicator import Communicator, Finish
@@ -294,6 +295,24 @@ def group_by_size(
         filling[alike].append(i)
     groups.sort(key=lambda group: group[-1])
     return [[tensors[i] for i in group] for group in groups]
+
+
+def refuse_other_tensors(
+    named: Iterable[tuple[str, Tensor]], groups: Iterable[dist.ProcessGroup | None]
+) -> None:
+    """ValueError on all ranks of a group unless they have the same tensors in the same order:
+    otherwise collectives would hang, or mix them up. All must call it. (None: a rank alone.)"""
+    described = [  # buckets hold gradients in the order in which parameters lie in memory
+        (name, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for name, t in named
+    ]
+    for group in filter(None, groups):
+        by_rank: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(by_rank, described, group)
+        others = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
+        if others:  # the same on all ranks: all raise, or none
+            raise ValueError(
+                f"ranks {others} have a module unlike rank 0's: all must construct the same one"
+            )
 
 
 def make_dense(p: nn.Parameter) -> None:

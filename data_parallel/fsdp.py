@@ -66,6 +66,7 @@ from runtime.guards import (
     refuse_gradient_hooks,
     refuse_hooks,
     refuse_own_forward,
+    refuse_to_separate,
     tensors_of,
 )  # fmt: skip
 from runtime.meta import Initialize, names_of
@@ -73,6 +74,7 @@ from runtime.pool import private_pool
 from runtime.recorder import Recorder, acting
 from runtime.waits import control_device
 
+from .buckets import refuse_other_tensors
 from .gathered_layer import NO_HOOKS, GatheredLayer, LayerGraph
 from .shards import (
     FlatSlice,
@@ -119,8 +121,8 @@ class FullyShardedDataParallel:
         traits: of a name; parameters with different traits go into different units.
 
     Raises:
-        ValueError: there is nothing to train, something is on the meta device without `init`, or a
-            parameter has a hook on its gradient.
+        ValueError: there is nothing to train, something is on the meta device without `init`, a
+            parameter has a hook on its gradient or shares memory, or ranks have other parameters.
     """
 
     def __init__(
@@ -152,8 +154,10 @@ class FullyShardedDataParallel:
         model = nn.Sequential(*layers)
         names = names_of(model) if names is None else names
         refuse_gradient_hooks(model.named_parameters(), NO_HOOKS)
+        refuse_to_separate(names, "each would be sharded by itself")
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the layers have no parameter that requires a gradient")
+        refuse_other_tensors(model.named_parameters(), [self.group, replicas])
         self.communicator, pool = Communicator(self.group), private_pool(self.device)
         self.replicas = Communicator(replicas)
         self._communicators = {self.group: self.communicator}
@@ -244,7 +248,9 @@ class FullyShardedDataParallel:
                 tensors that forward did not return.
         """
         if not self._graphs:
-            raise RuntimeError("call forward() with gradients enabled before every backward()")
+            raise RuntimeError(
+                "call forward() with gradients enabled before every backward(), and after an update"
+            )
         if self._summed or self._over_replicas:  # this would add to all replicas' gradients
             raise RuntimeError(
                 "the gradients are already summed over all replicas: call optimizer_step() or "
@@ -338,6 +344,7 @@ class FullyShardedDataParallel:
         backwards. Without a backward since the last step it changes nothing.
         """
         self.finish_gradients()
+        self._free_graphs()  # a backward would take the new values for those of its forward
         self._barrier()  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
@@ -377,6 +384,7 @@ class FullyShardedDataParallel:
     def parameters_changed(self) -> None:
         """All ranks must call it after writing to the shards. Between a forward and the writes
         there must be a barrier: other ranks may still be reading."""
+        self._free_graphs()
         for u in self.units:
             u.publish()
         self._barrier()

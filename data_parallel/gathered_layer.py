@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph
+from runtime.graph import Graph, modes
 from runtime.guards import guarded, refuse_gradient_hooks
 
 from .shards import Place, ShardedUnit
@@ -79,8 +79,8 @@ class SameDraws:
 class LayerGraph(Graph):
     """The graph of one layer. `leaves`: its parameters, by trainable unit."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, layer: nn.Module) -> None:
+        super().__init__(device, lambda: modes([layer]))
         self.leaves: dict[int, list[nn.Parameter]] = {}
         self.draws = SameDraws(device)
 
@@ -122,19 +122,23 @@ class GatheredLayer:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
             ValueError: the layer writes to a parameter, or returns tensors that share memory;
-                or a parameter has a hook on its gradient, or was frozen or unfrozen meanwhile.
+                or a parameter has a hook on its gradient, or was frozen, unfrozen, replaced or
+                written to meanwhile.
         """
-        for u in self.units if torch.is_grad_enabled() else ():
-            named = [*zip((entry.name for entry in u.unit.entries), u.empty, strict=True)]
+        for module, attribute, index, entry in self.places:
+            unit, p = self.all_units[index].unit, self._empty[index][entry]
+            name = unit.entries[entry].name
             if checked:
-                refuse_gradient_hooks(named, NO_HOOKS)
-            for name, p in named:  # what the modules have between the passes
-                if p.requires_grad != u.unit.trainable:
-                    raise ValueError(
-                        f"{name} was {'frozen' if u.unit.trainable else 'unfrozen'} after it was "
-                        "sharded, and frozen parameters lie apart: shard the layers anew"
-                    )
-        graph = LayerGraph(self.device)
+                refuse_gradient_hooks([(name, p)], NO_HOOKS)
+            is_there = module._parameters.get(attribute) is p
+            now = is_there, p._version, p.dtype, p.requires_grad
+            if now != (True, 0, unit.dtype, unit.trainable):
+                raise ValueError(
+                    f"{name} was replaced, written to, cast, frozen or unfrozen after it was "
+                    "sharded: write to the shards (`get_local_info`) and call "
+                    "parameters_changed(), or shard the layers anew"
+                )
+        graph = LayerGraph(self.device, self.module)
         checkpoint = self.checkpoint and torch.is_grad_enabled()
         run = partial(self._run, graph, checkpoint, checked)
         return graph.record(value, run, copy=False, checkpoint=checkpoint), graph

@@ -40,7 +40,14 @@ from runtime.communicator import Communicator
 from runtime.recorder import Recorder
 from runtime.waits import control_device
 
-from .buckets import GradientBuckets, SummedBucket, group_by_size, in_backward_order, make_dense
+from .buckets import (
+    GradientBuckets,
+    SummedBucket,
+    group_by_size,
+    in_backward_order,
+    make_dense,
+    refuse_other_tensors,
+)  # fmt: skip
 
 BROADCAST_BYTES = 25 << 20  # at a time
 
@@ -84,7 +91,8 @@ class DistributedDataParallel(nn.Module):
     """Keeps `module` the same on all ranks.
 
     All ranks must construct it together, with the same module. Buffers are sent once, with the
-    parameters; later writes to them (the averages of a batch norm) stay on their rank.
+    parameters; later writes to them (the averages of a batch norm) stay on their rank. A hook on a
+    gradient sees this rank's, before the mean: one that is not linear, as a clip, sees too little.
 
     Args:
         module: already on its device.
@@ -109,9 +117,10 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self._check_that_all_have_the_same_module()
+        tensors = *module.named_parameters(), *module.named_buffers()
+        refuse_other_tensors(tensors, [group or dist.group.WORLD])
         self.broadcast_params()
-        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        self._trained = {p for p in module.parameters() if p.requires_grad}
         communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
         groups = in_backward_order(module.parameters(), bucket_bytes)
         self.buckets = GradientBuckets(
@@ -137,33 +146,19 @@ class DistributedDataParallel(nn.Module):
 
     def average_gradients(self) -> None:
         """Waits until every p.grad is the mean over the ranks. Call it after each backward outside
-        `no_sync()`, equally often on all ranks. Raises ValueError if a parameter was unfrozen after
-        it was wrapped."""
-        for name, p in self._frozen.items():
-            if p.requires_grad:
+        `no_sync()`, equally often on all ranks. Raises ValueError if a parameter was unfrozen,
+        replaced (as by `load_state_dict(..., assign=True)`) or added after it was wrapped."""
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p not in self._trained:
                 raise ValueError(
-                    f"{name} was unfrozen after it was wrapped, and is in no bucket: each rank has "
-                    "a gradient of its own; wrap the module anew"
+                    f"{name} was unfrozen, replaced or added after the module was wrapped, and is "
+                    "in no bucket: each rank has a gradient of its own; wrap the module anew"
                 )
         self.buckets.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates gradients locally and sends nothing."""
         return self.buckets.no_sync()
-
-    def _check_that_all_have_the_same_module(self) -> None:
-        """Otherwise broadcasts of different sizes would hang or mix up the weights."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        described = [  # buckets hold gradients in the order in which parameters lie in memory
-            (name, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for name, t in tensors
-        ]
-        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(by_rank, described, self.group)
-        others = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
-        if others:  # the same on all ranks: all raise, or none
-            raise ValueError(
-                f"ranks {others} have a module unlike rank 0's: all must construct the same one"
-            )
 
 
 def copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -254,7 +254,9 @@ class ShardedUnit:
             if name in slices:
                 _, _, begin, values, _ = slices[name]
                 values.copy_(whole.flatten()[begin : begin + len(values)])
-        self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for _, p in parameters]
+        self.empty = [
+            nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for _, p in parameters
+        ]
 
     def slices(self, flat: Tensor) -> list[FlatSlice]:
         """What this rank holds of each parameter, or of what is as long as its shard."""

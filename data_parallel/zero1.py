@@ -30,13 +30,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.communicator import Communicator
+from runtime.guards import refuse_to_separate
 from runtime.recorder import Recorder, acting
 
-from .buckets import Bucket, GradientBuckets, in_backward_order
-from .shards import MakeOptimizer, Unit, give_gradients, make_with
+from .buckets import Bucket, GradientBuckets, in_backward_order, refuse_other_tensors
+from .shards import MakeOptimizer, Unit, first_value, give_gradients, make_with
 
 
 class ScatteredBucket(Bucket):
@@ -59,8 +60,9 @@ class ScatteredBucket(Bucket):
         memory = unit.numel, unit.dtype, trained[0].device
         # Both stay zero in the gaps: these count in norms.
         flat, self.values = communicator.keep(*memory), communicator.keep(*memory)
-        for p, view in zip(trained, unit.views(self.values), strict=True):
-            p.data = view.copy_(p.detach())
+        groups = communicator.group, replicas.group
+        for (name, p), view in zip(named.items(), unit.views(self.values), strict=True):
+            p.data = view.copy_(first_value(p, name, groups, p.device, None))
         self._places = [p.data_ptr() for p in trained]
         own = unit.shard_slice(communicator.rank)
         self.shard, self.part = self.values[own], flat[own]
@@ -101,8 +103,8 @@ class ShardedOptimizer:
 
     Args:
         parameters: of this rank, by name, all trained, the same on all ranks of the communicator.
-            Their data moves into the flat tensors. One without a gradient counts as having zeros:
-            AdamW lets it decay.
+            Their data, those of the first rank, move into the flat tensors. One without a gradient
+            counts as having zeros: AdamW lets it decay.
         make_optimizer: see `shards.MakeOptimizer`.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.
@@ -113,7 +115,7 @@ class ShardedOptimizer:
         optimizer: of the slices. After each step all ranks get the new values.
 
     Raises:
-        ValueError: a parameter is frozen.
+        ValueError: a parameter is frozen, or shares memory with another; or ranks have others.
     """
 
     def __init__(
@@ -129,9 +131,11 @@ class ShardedOptimizer:
             if not p.requires_grad:  # in a shard of trained ones it would decay
                 raise ValueError(f"{name} is frozen, and stays on every rank: leave it out")
         self.communicator, self.recorder = communicator, recorder
-        names = {p: name for name, p in parameters.items()}
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        refuse_to_separate(names, "each would move into a flat tensor by itself")
         groups = in_backward_order(parameters.values(), kind=lambda p: kind(names[p]))
         ranks = communicator, replicas or Communicator()
+        refuse_other_tensors(parameters.items(), [each.group for each in ranks])
         self._parts = [ScatteredBucket({names[p]: p for p in ps}, *ranks) for ps in groups]
         self.buckets = GradientBuckets(self._parts, recorder)
         self.slices = [x for bucket in self._parts for x in bucket.trained]

@@ -38,7 +38,13 @@ import torch
 from torch import Tensor, nn
 
 from runtime.graph import Gradients, memory_of
-from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_hooks, refuse_own_forward
+from runtime.guards import (
+    buffers_unchanged,
+    refuse_gradient,
+    refuse_gradient_hooks,
+    refuse_hooks,
+    refuse_own_forward,
+)  # fmt: skip
 from runtime.linear import WeightsMayWait
 from runtime.randomness import FAST_PATHS, OfThread
 from runtime.recompute import NEVER
@@ -52,7 +58,15 @@ from .replicas import Replicas, split_by_sizes, summed_gradients
 from .schedules.catalogue import validated
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .step import SUMMED_BY_STAGES, Losses, LossFunction, hand_over, new_stages
+from .step import (
+    CHANGED_APART,
+    SUMMED_BY_STAGES,
+    Losses,
+    LossFunction,
+    hand_over,
+    new_stages,
+    on_several,
+)  # fmt: skip
 from .streams import channel_between
 from .worker import Crew
 
@@ -105,6 +119,7 @@ class Pipe(nn.Module):
         workers = list(dict.fromkeys(self._workers))
         # As schedules count them. Without sizes: a rank per stage, even where a device has several.
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
+        self._shared = on_several([*self.partitions], self._workers)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -213,8 +228,9 @@ class Pipe(nn.Module):
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
         jobs = {s: partial(flow.run, its_own) for s, its_own in sorted(by_worker.items())}
-        before = torch.get_rng_state()
-        with self._forwards:
+        before, stage = torch.get_rng_state(), flow.stages[0]
+        watched = self._shared if stage.checked and stage.num_microbatches > 1 else {}
+        with self._forwards, buffers_unchanged(watched, CHANGED_APART):
             self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
         if not torch.equal(torch.get_rng_state(), before):
             self._calls.clear()  # the next two are checked
@@ -280,7 +296,7 @@ class Pipe(nn.Module):
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type != "cpu")
         parts = [cast(nn.Sequential, part) for part in self.partitions]
-        flags = tuple(m.training for m in self.modules())
+        flags = torch.is_grad_enabled(), *(m.training for m in self.modules())
         self._calls[flags] += 1
         return new_stages(
             parts, dict(enumerate(self.devices)), partial(OfThread, drawing=self._drawing),

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.graph import Gradients, Graph, memory_of
+from runtime.graph import Gradients, Graph, memory_of, modes
 from runtime.guards import guarded
 from runtime.linear import WeightsLater, add_gradients
 from runtime.randomness import OfProcess, OfThread
@@ -57,12 +57,16 @@ class _Part:
     """Layers that share a graph. `first_layer`: the first one's number in the whole model."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
-        self.first_layer = first_layer
+        self.first_layer, self.modules = first_layer, layers
         # By name, with the number in the whole model, which seeds a layer's draws.
         named = ((f"layer {k} ({type(m).__name__})", m) for k, m in enumerate(layers, first_layer))
         self.layers: dict[str, Callable[[Any], Any]] = dict(named)
         trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         self.parameters = list(dict.fromkeys(trained))
+
+    def state(self) -> list[int]:
+        """What a second forward must find as the first did."""
+        return [p._version for p in self.parameters] + modes(self.modules)
 
 
 @dataclass
@@ -132,7 +136,7 @@ class Stage:
         """
         kept = _Kept([], {})
         for part in self._parts:
-            graph, later = Graph(self.memory), self._later(part, kept)
+            graph, later = Graph(self.memory, part.state), self._later(part, kept)
             is_first = self.index == 0 and not kept.parts  # the batch is the caller's
             run = partial(self._layers, i, part, later)
             value = graph.record(value, run, is_first, self._checkpoints(i, part))

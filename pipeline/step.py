@@ -7,6 +7,7 @@ channels, and in where random numbers come from.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,11 @@ Ready = Callable[[Iterable[nn.Parameter]], None]
 SUMMED_BY_STAGES = (  # for `refuse_gradient_hooks`
     "would see a part for each micro-batch, since the stages of a pipeline add these up: change "
     "p.grad after the step"
+)
+
+CHANGED_APART = (  # for `buffers_unchanged`
+    "processes would each have their own, and threads write in any order. Take a module for each "
+    "stage, or one without such state, e.g. group norm"
 )
 
 
@@ -61,6 +67,14 @@ def new_stages(
             stages.append(Stage(s, part, devices[s], draws, first_layer, checked=checked, **how))
         first_layer += len(part)
     return stages
+
+
+def on_several(parts: Sequence[nn.Module], places: Sequence[int]) -> dict[nn.Module, str]:
+    """The modules that parts of several `places` (ranks, or workers) have, with a name each."""
+    pairs = zip(parts, places, strict=True)
+    uses = dict.fromkeys((m, place) for part, place in pairs for m in part.modules())
+    numbers = Counter(m for m, _ in uses)  # of places
+    return {m: f"a {type(m).__name__} on several stages" for m, n in numbers.items() if n > 1}
 
 
 def _warn_of_batch_norm(parts: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ A graph to be recomputed keeps only x: see recompute.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class Graph:
-    """One piece, with its tensors on the device `memory`."""
+    """One piece, with its tensors on the device `memory`. `state`: what a second forward must find
+    as the first did, besides x."""
 
-    def __init__(self, memory: torch.device) -> None:
-        self._memory = memory
+    def __init__(self, memory: torch.device, state: Callable[[], list[int]] = list) -> None:
+        self._memory, self._state = memory, state
         self._checkpoint: tuple[Any, list[int], Autocast] | None = None  # x as given
         # By position among the leaves of x and of y: those with a gradient.
         self._x: dict[int, Tensor] = {}
@@ -78,21 +79,22 @@ class Graph:
                     left[id(result)] = result.detach().requires_grad_(result.requires_grad)
         if training and checkpoint:
             self.release()  # frees y, and with it all that autograd keeps
-            self._checkpoint = value, versions(value), Autocast()  # x, its writes so far
+            self._checkpoint = value, versions(value) + self._state(), Autocast()
         return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
         """Rebuilds a checkpointed graph. `run` must compute the same bits again.
 
-        Raises RuntimeError if x has been written to in between.
+        Raises RuntimeError if x has been written to in between, or the state is another.
         """
         if self._checkpoint is None:
             return
         value, before, autocast = self._checkpoint
-        if versions(value) != before:
+        if versions(value) + self._state() != before:
             raise RuntimeError(
-                "the input was written to between forward and backward, which computes it again: "
-                "hand over a copy, or use recompute='never'"
+                "the input, a parameter or the mode (train, eval) was changed between forward and "
+                "backward, which computes the forward again: change it after backward, hand over a "
+                "copy of the input, or use recompute='never'"
             )
         with torch.enable_grad(), autocast.entered():
             self.record(value, run, copy=True)  # for the graph alone: y is known
@@ -138,6 +140,11 @@ class Graph:
 def versions(value: Any) -> list[int]:
     """The number of writes to each tensor; inference tensors do not count theirs."""
     return [0 if x.is_inference() else x._version for x in tensors_of(value)]
+
+
+def modes(modules: Iterable[nn.Module]) -> list[int]:
+    """Whether they and all below are in training."""
+    return [m.training for module in modules for m in module.modules()]
 
 
 def memory_of(device: torch.device) -> torch.device:

@@ -8,7 +8,7 @@ detached and handed on, and their gradients come back. Refused are
 - tensors that share memory and leave a piece together. Each is detached by itself, and autograd
   forgets that one is a view of the other: after a write to one the other's gradient would be wrong.
   Between processes each is a copy, and even the values would differ;
-- a change of a buffer, where the layer will run again for its backward;
+- a change of a buffer, where the layer will run again for its backward, or is on several ranks;
 - a forward of what holds the layers, hooks on modules that are never called, hooks on gradients
   that come in parts, and an input, or a scale of the loss, that requires a gradient.
 
@@ -32,6 +32,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
+_RUNS_AGAIN = (
+    "computed again for its backward, it would do so twice. Take a layer without such state, e.g. "
+    "group norm, or --recompute never"
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -65,10 +69,11 @@ def guarded(
         return value
     name, foreign = "", ForeignLeaves(value, leaves)
     for k, (name, layer) in enumerate(layers.items()):
-        with buffers_unchanged(layer, name, runs_again):
+        watched = {layer: name} if runs_again and isinstance(layer, nn.Module) else {}
+        with buffers_unchanged(watched, _RUNS_AGAIN):
             value = run(k, layer, value)
         foreign.refuse(value, name)
-    refuse_shared_memory(value, name)
+    refuse_to_detach(value, name)
     return value
 
 
@@ -107,19 +112,20 @@ class ForeignLeaves:
 
 
 @contextmanager
-def buffers_unchanged(layer: Any, name: str, runs_again: bool) -> Iterator[None]:
-    """ValueError if `layer`, called `name`, writes to a buffer inside and `runs_again`."""
-    watched = runs_again and isinstance(layer, nn.Module)
-    before = {key: b.clone() for key, b in layer.named_buffers()} if watched else {}
+def buffers_unchanged(layers: Mapping[nn.Module, str], why: str) -> Iterator[None]:
+    """ValueError if one of the layers, given with their names, writes to a buffer inside: `why`
+    that is wrong, and what to take."""
+    before = {(layer, key): b.clone() for layer in layers for key, b in layer.named_buffers()}
     yield
-    for key, b in layer.named_buffers() if watched else ():
-        # Compare values: batch norm's kernel does not count its writes in _version.
-        if key not in before or not torch.equal(before[key].nan_to_num(), b.nan_to_num()):
-            raise ValueError(
-                f"{name} changes its buffer {key} in forward, as batch norm changes its "
-                "averages; computed again for its backward, it would do so twice. Take a layer "
-                "without such state, e.g. group norm, or --recompute never"
-            )
+    for layer, name in layers.items():
+        for key, b in layer.named_buffers():
+            # Compare values: batch norm's kernel does not count its writes in _version.
+            was = before.get((layer, key))
+            if was is None or not torch.equal(was.nan_to_num(), b.nan_to_num()):
+                raise ValueError(
+                    f"{name} changes its buffer {key} in forward, as batch norm changes its "
+                    f"averages; {why}"
+                )
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -127,23 +133,54 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def refuse_shared_memory(value: Any, who: str) -> None:
-    """ValueError if two tensors in `value`, which `who` hands on, have memory in common. The
-    same tensor twice does not count. A tensor's memory reaches from its first element to its last,
-    including the elements its strides skip."""
-    places: list[tuple[Any, ...]] = []  # storage, first byte, last byte
-    for t in {id(t): t for t in tensors_of(value)}.values():
-        if t.layout == torch.strided and t.numel():
+def refuse_to_detach(value: Any, who: str) -> None:
+    """ValueError if `value`, which `who` hands on, has tensors that share memory. TypeError if one
+    is not dense and requires a gradient."""
+    tensors = tensors_of(value)
+    for t in tensors:
+        if t.requires_grad:
+            refuse_other_layouts(t, who)
+    if any(pairs_in_one_memory(tensors)):
+        raise ValueError(
+            f"{who} hands on tensors that share memory, such as a tensor and a view of it: a write "
+            "to one would make the other's gradient wrong. Let it hand on a copy, e.g. "
+            "(h, h[..., :1].clone())"
+        )
+
+
+def refuse_to_separate(names: Mapping[Tensor, str], why: str) -> None:
+    """ValueError if a parameter shares memory with another or with a buffer; all are given with
+    their names. `why` it would not afterwards."""
+    for pair in pairs_in_one_memory(names):
+        if any(isinstance(t, nn.Parameter) for t in pair):
+            raise ValueError(
+                f"{' and '.join(names[t] for t in pair)} share memory, and {why}: let the modules "
+                "have one Parameter, as in head.weight = embedding.weight"
+            )
+
+
+def refuse_other_layouts(tensor: Tensor, who: str) -> None:
+    """TypeError if a tensor is sparse, nested, quantized, or in a library's own layout."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(
+            f"{who} hands on a tensor that is not dense ({tensor.layout}, {tensor.dtype}): let it "
+            "hand on x.to_dense(), or x.dequantize() if it is quantized"
+        )
+
+
+def pairs_in_one_memory(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of the tensors that have memory in common. The same tensor twice does not count. A
+    tensor's memory reaches from its first element to its last, including the elements its strides
+    skip."""
+    places: list[tuple[Any, ...]] = []  # storage, first byte, last byte, a number, the tensor
+    for t in {id(t): t for t in tensors}.values():
+        if t.layout == torch.strided and not t.is_nested and t.numel():
             last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
             ends = (t.itemsize * (t.storage_offset() + offset) for offset in (0, last))
-            places.append((t.untyped_storage()._cdata, *ends))
-    for (storage, _, end), (another, begin, _) in pairwise(sorted(places)):
+            places.append((t.untyped_storage()._cdata, *ends, len(places), t))
+    for (storage, _, end, _, t), (another, begin, _, _, other) in pairwise(sorted(places)):
         if storage == another and begin <= end:
-            raise ValueError(
-                f"{who} hands on tensors that share memory, such as a tensor and a view of it: a "
-                "write to one would make the other's gradient wrong. Let it hand on a copy, e.g. "
-                "(h, h[..., :1].clone())"
-            )
+            yield t, other
 
 
 def refuse_gradient(value: Any, what: str, instead: str) -> None:

@@ -23,6 +23,13 @@ def linear() -> nn.Linear:
     return nn.Linear(FEATURES, FEATURES)
 
 
+def in_one_memory() -> nn.Sequential:
+    """The weight of one is a view of the other's."""
+    one, other = linear(), linear()
+    other.weight.data = one.weight.data.t()
+    return nn.Sequential(one, other)
+
+
 class TwiceAndFrozen(nn.Module):
     """Weights used twice, by products and otherwise; frozen ones."""
 

@@ -161,15 +161,42 @@ def test_a_layer_with_state_is_refused_in_stages_and_in_shards(_: int, __: int) 
         fsdp.forward(floats()[0])
 
 
-def test_what_would_be_computed_wrongly_is_refused() -> None:
-    with Pipe(cut(layers(), (3, 3)), recompute="always") as pipe:
-        x, _ = floats()
-        output = pipe(x)
+@torch.no_grad()
+def change(what: str, x: Tensor, model: nn.Module) -> None:
+    if what == "the input":
         x.zero_()
-        with pytest.raises(RuntimeError, match="the input was written to between forward and"):
+    elif what == "a parameter":
+        next(model.parameters()).zero_()
+    else:
+        model.eval()
+
+
+WRITTEN = "the input, a parameter or the mode .* was changed between forward and backward"
+
+
+@pytest.mark.parametrize("what", ["the input", "a parameter", "the mode"])
+def test_what_would_be_computed_wrongly_is_refused(what: str) -> None:
+    model, (x, _) = layers(), floats()
+    with Pipe(cut(model, (3, 3)), recompute="always") as pipe:
+        output = pipe(x)
+        change(what, x, model)
+        with pytest.raises(RuntimeError, match=WRITTEN):
             output.sum().backward()
         # Not a gradient of nothing the second time. Each stage refuses; the first to do so is told.
-        with pytest.raises(RuntimeError, match=r"was written to between forward|holds no graph on"):
+        with pytest.raises(RuntimeError, match=rf"{WRITTEN}|holds no graph on"):
             output.sum().backward()
+
+
+@on_ranks(2)
+def test_shards_in_another_mode_are_not_computed_again(_: int, __: int) -> None:
+    draws = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    fsdp = FullyShardedDataParallel([draws, nn.Linear(4, 3)], torch.optim.SGD, recompute=True)
+    output = fsdp.forward(floats()[0])
+    fsdp.layers[0].module.eval()
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        fsdp.backward(output.sum())
+
+
+def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="recompute='often': one of never, always, except_last"):
         Pipe(cut(layers()), recompute="often").train_step(*batch(), square_error)

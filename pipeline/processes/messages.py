@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.guards import refuse_other_layouts
 from runtime.shared_memory import ALIGNMENT, aligned
 
 _Place = tuple[int, tuple[int, ...], torch.dtype, bool]  # offset in bytes, shape, requires_grad
@@ -42,6 +43,7 @@ class Message(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
+        refuse_other_layouts(value, "a stage")
         if id(value) not in self._tensors:
             place = self.nbytes, tuple(value.shape), value.dtype, value.requires_grad
             self._tensors[id(value)] = value, place

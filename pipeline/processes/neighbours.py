@@ -87,8 +87,8 @@ class Neighbours:
 
     Args:
         ranks: the rank of each stage.
-        tied: by name of each parameter that several stages use, the ranks of these stages; in the
-            same order on all ranks, which make the links and add up the terms in it.
+        tied: by name of each parameter that several ranks use, these ranks; in the same order on
+            all ranks, which make the links and add up the terms in it.
         groups: from `message_groups`. All their ranks make their neighbours together.
     """
 
@@ -102,7 +102,7 @@ class Neighbours:
         acting: Acting,
     ) -> None:
         self.rank, self._groups, self._acting = rank, list(groups), acting
-        self._tied = {n: users for n, users in tied.items() if rank in users and len(users) > 1}
+        self._tied = {name: users for name, users in tied.items() if rank in users}
         linked = [*pairwise(ranks), *(p for users in tied.values() for p in combinations(users, 2))]
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
         self.links = open_links(pairs, groups, device) if groups else {}  # by peer

@@ -66,9 +66,24 @@ from pipeline.partition import holders, split_into
 from pipeline.schedules.catalogue import validated
 from pipeline.schedules.schedule import FORWARD, Action, BuildSchedule
 from pipeline.stage import Stage
-from pipeline.step import SUMMED_BY_STAGES, Losses, LossFunction, Ready, hand_over, new_stages
+from pipeline.step import (
+    CHANGED_APART,
+    SUMMED_BY_STAGES,
+    Losses,
+    LossFunction,
+    Ready,
+    hand_over,
+    new_stages,
+    on_several,
+)  # fmt: skip
 from runtime.graph import Gradients
-from runtime.guards import refuse_gradient, refuse_gradient_hooks, refuse_own_forward
+from runtime.guards import (
+    buffers_unchanged,
+    refuse_gradient,
+    refuse_gradient_hooks,
+    refuse_own_forward,
+    refuse_to_separate,
+)  # fmt: skip
 from runtime.linear import WeightsMayWait
 from runtime.mesh import message_groups
 from runtime.meta import Initialize, materialize, names_of
@@ -86,7 +101,8 @@ class ProcessPipe:
     """A pipeline on the ranks of `group`; stage s has the next `sizes[s]` of `layers`.
 
     Args:
-        layers: all layers, on every rank; other ranks' are best on the meta device.
+        layers: all layers, on every rank; other ranks' are best on the meta device. Parameters of
+            several ranks begin with the first one's values.
         sizes: layers per stage; a nested Sequential counts as one layer.
         ranks: of each stage, from `catalogue.ranks_of_stages`; by default stage s is on rank s.
         device: of this rank.
@@ -134,18 +150,21 @@ class ProcessPipe:
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self._is_last = self.rank == self.ranks[-1]  # has the last stage
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
+        own, shared = {*self.module.modules()}, on_several(self._parts, self.ranks)
+        self._shared = {m: name for m, name in shared.items() if m in own}
         self._uncalled = [*holders(layers), self.module]
         self._waiting = WeightsMayWait([self.module])
-        self._calls = 0  # of `train_step` and `forward`
+        self._calls = Counter[bool]()  # of `forward`, and of `train_step`
         self._recompute = recompute
         names = names_of(layers if model is None else model)
-        uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
+        refuse_to_separate(names, "each rank would have its own")
+        uses: dict[str, set[int]] = {}  # by parameter, the ranks of the stages that use it
         for part, r in zip(self._parts, self.ranks, strict=True):
             for p in part.parameters():
-                uses.setdefault(names[p], []).append(r)
-        self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
-        # of several stages; the same order on all ranks
-        self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
+                uses.setdefault(names[p], set()).add(r)
+        self._users = {name: sorted(users) for name, users in sorted(uses.items())}
+        # of several ranks; the same order on all
+        self._tied = {name: users for name, users in self._users.items() if len(users) > 1}
         self._names = materialize(self.module, names, self.device, initialize)
         if world_size > 1 and not messages:
             if world_size != dist.get_world_size():
@@ -161,6 +180,8 @@ class ProcessPipe:
             acting=lambda *what: acting(this.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
+        if initialize is None:  # which would give them the same values everywhere
+            self._begin_alike()
 
     def close(self) -> None:
         """Hangs up. Call it after the last step of all ranks, when every message was received."""
@@ -279,6 +300,15 @@ class ProcessPipe:
                 else:
                     p.grad.copy_(total)  # in place: it may lie in a bucket
 
+    @torch.no_grad()
+    def _begin_alike(self) -> None:
+        """Tied parameters begin with the values of their first rank."""
+        tied = {name: p for name, p in self.named_parameters().items() if name in self._tied}
+        own = {name: p for name, p in tied.items() if self._tied[name][0] == self.rank}
+        with self._step():
+            for name, value in self._neighbours.sums_over_users(own).items():
+                tied[name].copy_(value)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
         return iter(self.named_parameters().values())
@@ -308,13 +338,14 @@ class ProcessPipe:
 
     def _stages(self, beside: Mapping[str, Any] | None = None, **how: Any) -> list[Stage]:
         """This rank's stages, for one step; `how`: other arguments of `Stage`."""
-        self._calls += 1
+        training = torch.is_grad_enabled()
+        self._calls[training] += 1
         parts = self._parts
         if beside is not None:
             parts = [nn.Sequential(_With(part, beside)) for part in parts]
         return new_stages(
             parts, dict.fromkeys(self._own, self.device), OfProcess, self._uncalled,
-            self._calls - 1, **how,
+            self._calls[training] - 1, **how,
         )  # fmt: skip
 
     def _run(
@@ -335,6 +366,7 @@ class ProcessPipe:
         with (
             torch.autograd.set_multithreading_enabled(False), self._waiting,
             torch.random.fork_rng(devices=()),  # of the CPU
+            buffers_unchanged(self._shared if stages[0].checked else {}, CHANGED_APART),
         ):  # fmt: skip
             flow.run(actions)  # on the calling thread; layers seed their draws
 

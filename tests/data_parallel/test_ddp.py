@@ -59,7 +59,7 @@ def test_a_backward_may_be_recorded(rank: int, _world: int) -> None:
 
 
 @on_ranks(2)
-def test_what_is_unfrozen_later_is_refused(_rank: int, _world: int) -> None:
+def test_what_is_unfrozen_or_replaced_later_is_refused(_rank: int, _world: int) -> None:
     """What is frozen later has no gradient, and is left out."""
     ddp: Any = DistributedDataParallel(_net(0))
     for frozen in (False, True):
@@ -70,7 +70,12 @@ def test_what_is_unfrozen_later_is_refused(_rank: int, _world: int) -> None:
         assert (ddp.module[0].weight.grad is None) == frozen
     ddp.module[0].bias.requires_grad_()
     ddp(torch.rand(3, 6)).sum().backward()
-    with pytest.raises(ValueError, match=r"^0\.bias was unfrozen after it was wrapped, .* anew"):
+    with pytest.raises(ValueError, match=r"^0\.bias was unfrozen, replaced or added after .* anew"):
+        ddp.average_gradients()
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp.module.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
+    ddp(torch.rand(3, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"^weight was unfrozen, replaced or added after .* anew"):
         ddp.average_gradients()
 
 

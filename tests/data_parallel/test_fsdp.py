@@ -32,7 +32,7 @@ from tests.data_parallel.sharded_models import (
     tied,
     whole,
 )
-from tests.odd_layers import FEATURES, ODD, linear
+from tests.odd_layers import FEATURES, ODD, in_one_memory, linear
 from tests.pipeline.pipeline_models import Around, Call, assert_close, gradients
 from tests.ranks import sharing
 from tests.remote import on_ranks
@@ -113,7 +113,8 @@ class Seen(nn.Module):
 
     def __init__(self, see: Callable[[Tensor], Tensor], weight: Tensor) -> None:
         super().__init__()
-        self.bias, self.weight, self.see = nn.Parameter(torch.ones(3)), nn.Parameter(weight), see
+        self.bias, self.see = nn.Parameter(torch.ones(3)), see
+        self.weight = nn.Parameter(weight.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.see(self.weight) * self.bias.sum()
@@ -272,6 +273,8 @@ def test_mistakes(_: int, _world: int) -> None:
         (lambda: make(hooked), of_a_hook),
         (lambda: make(hooked_after), of_a_hook),
         (lambda: FullyShardedDataParallel(Around(given), SGD), r"^a Around in place of layers"),
+        (lambda: FullyShardedDataParallel(in_one_memory(), SGD), r"^0\.weight and 1\.weight share"),
+        (lambda: make(Alias()), r"^0\.weight and 0\.now share memory, and each"),
         (lambda: FullyShardedDataParallel(watched, SGD), r"^a Sequential has a hook that would"),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
@@ -281,16 +284,58 @@ def test_mistakes(_: int, _world: int) -> None:
     fsdp.layers[0].module.weight.register_hook(lambda g: g * 2)
     with pytest.raises(ValueError, match=of_a_hook):
         fsdp.forward(x)
-    for key, way in (("weight", "frozen"), ("bias", "unfrozen")):
+    for key, trained in (("weight", False), ("bias", True)):
         half = nn.Linear(2, 2)
         half.bias.requires_grad_(False)
         fsdp = make(half)
         for _ in range(3):  # so that no step is checked any more
             fsdp.train_step([x], [None], lambda y, _: y.sum())
             fsdp.optimizer_step()
-        getattr(fsdp.layers[0].module, key).requires_grad_(way == "unfrozen")
-        with pytest.raises(ValueError, match=rf"^0\.{key} was {way} after it was sharded, .* anew"):
+        getattr(fsdp.layers[0].module, key).requires_grad_(trained)
+        with pytest.raises(
+            ValueError, match=rf"^0\.{key} was .*, frozen or unfrozen after it .* anew"
+        ):
             fsdp.forward(x)
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
+
+
+@pytest.mark.filterwarnings("ignore:for weight. copying from a non-meta")
+@pytest.mark.parametrize(
+    "change",
+    [replaced, nn.Linear.reset_parameters, nn.Linear.half, nn.utils.parametrizations.weight_norm],
+)
+@on_ranks(2)
+def test_what_a_module_is_given_later_is_not_lost_in_silence(
+    _: int, _world: int, change: Callable[[nn.Linear], Any]
+) -> None:
+    """Its values are in the shards."""
+    layer = nn.Linear(2, 2)
+    fsdp = FullyShardedDataParallel([layer], SGD)
+    change(layer)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^0\.(weight|bias) was replaced, wr"):
+        fsdp.forward(torch.ones(1, 2))
+
+
+class Alias(nn.Module):
+    """A buffer that follows the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("now", self.weight.data)
+
+
+@pytest.mark.parametrize("update", ["optimizer_step", "parameters_changed"])
+@on_ranks(2)
+def test_no_backward_takes_the_values_after_an_update(_: int, _world: int, update: str) -> None:
+    fsdp = FullyShardedDataParallel([nn.Linear(2, 2), nn.Linear(2, 2)], SGD)
+    loss = fsdp.forward(torch.ones(1, 2)).sum()
+    getattr(fsdp, update)()
+    with pytest.raises(RuntimeError, match=r"^call forward\(\) .* and after an update"):
+        fsdp.backward(loss)
 
 
 @on_ranks(2)

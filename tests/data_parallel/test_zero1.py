@@ -14,8 +14,10 @@ from torch import nn
 
 from data_parallel import zero1
 from data_parallel.buckets import in_backward_order
+from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.communicator import Communicator
 from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, tied
+from tests.odd_layers import in_one_memory
 from tests.pipeline.pipeline_models import assert_close
 from tests.ranks import nan_in_new_memory, sharing
 from tests.remote import on_ranks
@@ -29,8 +31,10 @@ def test_buckets_of_any_size_are_one_update(
 ) -> None:
     """A bucket has one parameter, or all of its kind. Two steps of the plain model, of which the
     third rank has no part; and a parameter without gradient. Gaps between parameters count in
-    norms, so they are zero."""
+    norms, so they are zero. All begin with the values of the first rank."""
     parameters = dict((model := tied()).named_parameters())
+    for p in parameters.values():
+        p.data += rank
     parameters["unused"] = nn.Parameter(torch.ones(3, dtype=torch.float64))
     in_order = partial(in_backward_order, bucket_bytes=bucket_bytes)
     with (
@@ -78,6 +82,19 @@ def test_shards_are_summed_while_backward_runs(_rank: int, _: int) -> None:
     assert [start < middle for *_, start, _ in told] == [True] * 3 + [False] * 2
 
 
+@on_ranks(2)
+def test_other_parameters_on_other_ranks_are_refused_everywhere(rank: int, _: int) -> None:
+    """Their parts would be of other parameters."""
+    layer = nn.Linear(3, 3)
+    names = [["weight", "bias"], ["bias", "weight"]][rank]
+    with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
+        zero1.ShardedOptimizer(
+            {name: getattr(layer, name) for name in names}, SGD, Communicator(dist.group.WORLD)
+        )
+    with pytest.raises(ValueError, match=r"^ranks \[1\] have a module unlike rank 0's"):
+        FullyShardedDataParallel([nn.Linear(3, 3 + rank)], SGD)
+
+
 def test_data_that_were_replaced_are_refused() -> None:
     layer = nn.Linear(2, 2)
     sharded = zero1.ShardedOptimizer(dict(layer.named_parameters()), SGD, Communicator())
@@ -85,6 +102,15 @@ def test_data_that_were_replaced_are_refused() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^the data of a parameter were replaced, and would"):
         sharded.buckets.finish()
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    said = (
+        r"^0\.weight and 1\.weight share memory, and each would move .*: let the "
+        r"modules have one Parameter, as in head\.weight = embedding\.weight$"
+    )
+    with pytest.raises(ValueError, match=said):
+        zero1.ShardedOptimizer(dict(in_one_memory().named_parameters()), SGD, Communicator())
 
 
 def test_a_frozen_parameter_is_refused() -> None:

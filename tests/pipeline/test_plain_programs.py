@@ -200,6 +200,10 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "memory of two, detached": (
         lambda: sharing(lambda h: h.detach()), (4, 1), SHARED.format(r"3 \(Identity\)"),
     ),
+    "a sparse tensor": (
+        lambda: [linear(), Call(Tensor.to_sparse), Call(Tensor.to_dense), linear()], (2, 2),
+        r"layer 1 \(Call\) hands on a tensor that is not dense \(torch",
+    ),
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
@@ -281,6 +285,65 @@ def test_of_two_tensors_in_a_message_one_is_written_to_and_the_other_saved(
         loss = pipe.train_step(*sequences(), square_error, "1f1b", 4)
         found = gradients(pipe) | ({"loss": loss} if rank else {})
     assert_close(found, {name: wanted[name] for name in found})
+
+
+def norm_twice() -> nn.Sequential:
+    """On both stages."""
+    norm = nn.BatchNorm1d(3)
+    return nn.Sequential(norm, linear(), norm).double()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@on_ranks(2)
+def test_averages_are_kept_by_no_two_ranks(rank: int, _: int, num_microbatches: int) -> None:
+    model, (x, y) = norm_twice(), sequences()
+    with ProcessPipe(model, [2, 1]) as pipe:
+        pipe.module.eval()
+        for _evaluation in range(3):  # do not count as the steps that are checked
+            pipe.forward(x)
+        pipe.module.train()
+        said = "a BatchNorm1d on several stages changes its buffer running_mean in forward, .* each"
+        first, second = (f"{said}|waiting for gradients", f"^{said}")  # the other may have ended
+        with pytest.raises((ValueError, PeerError), match=(first, second)[rank]):
+            pipe.train_step(x, y, square_error, "1f1b", num_microbatches)
+
+
+def test_threads_that_write_to_averages_in_any_order_are_refused() -> None:
+    """With one micro-batch their order is that of the stages."""
+    x, y = sequences()
+    model, plain = norm_twice(), norm_twice()
+    plain.load_state_dict(model.state_dict())
+    wanted = in_one_process(plain, x, y)
+    with Pipe(cut(model, (2, 1)), split_size=4) as pipe:
+        loss = pipe.train_step(x, y, square_error, num_microbatches=1)
+        assert_close(gradients(model) | {"loss": loss}, wanted)
+        assert_close(model.state_dict(), dict(plain.state_dict()))
+        with pytest.raises(ValueError, match="a BatchNorm1d on several stages changes its buffer"):
+            pipe(x)
+
+
+def test_evaluations_do_not_count_as_steps_that_are_checked() -> None:
+    """Without `eval()`, too: nothing here depends on it."""
+    model = nn.Sequential(*anothers_parameter()).double()
+    with Pipe(cut(model, (2, 2)), split_size=8) as pipe:
+        for _ in range(3):
+            with torch.no_grad():
+                pipe(sequences()[0])
+        with pytest.raises(RuntimeError, match=STRANGE.format(r"2 \(Call\)")):
+            pipe(sequences()[0])
+
+
+def test_a_first_weight_may_be_written_to_before_backward() -> None:
+    """Nothing is differentiated by the batch, so its backward does not need the weight."""
+    x, y = sequences()
+    model = nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(4)).double()
+    wanted = in_one_process(deepcopy(model), x, y)
+    with Pipe(cut(model, (1, 2)), split_size=8) as pipe:
+        loss = square_error(pipe(x), y)
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        loss.backward()
+    assert_close(gradients(model) | {"loss": loss.detach()}, wanted)
 
 
 @on_ranks(2)

@@ -291,6 +291,27 @@ def test_a_second_step_adds_to_the_gradients_of_the_first(
         assert_same_bits(gradients(pipe), want)
 
 
+@on_ranks(2)
+def test_weights_on_stages_of_one_rank_or_of_two_begin_alike_and_have_one_gradient(
+    rank: int, _: int
+) -> None:
+    """Each rank has drawn its own values: the shared weight's are those of its first rank."""
+    x, _target = batch(8)
+    torch.manual_seed(rank)
+    layers = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
+    layers[2].bias = layers[0].bias  # of one rank
+    layers[3].weight = layers[0].weight  # of both
+    with ProcessPipe(layers, [1, 1, 1, 1], ranks=[0, 1, 0, 1]) as pipe:
+        pipe.train_step(x, x, square_error, "interleaved", 4)
+        found: Any = [gradients(pipe), {n: p.detach() for n, p in pipe.named_parameters().items()}]
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, found)
+    assert_same_bits({"0.weight": both[0][1]["0.weight"]}, {"0.weight": both[1][1]["0.weight"]})
+    layers.load_state_dict(both[0][1] | both[1][1], strict=False)
+    wanted = in_one_process(layers, x, x)
+    assert_close(found[0], {name: wanted[name] for name in found[0]})
+
+
 @on_ranks(3)
 def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(rank: int, _: int) -> None:
     """Of the last two. The first pipe opens files that stay, and sockets close a moment later."""

@@ -24,6 +24,7 @@ from pipeline.processes.links import PeerError
 from pipeline.processes.messages import Message, Received
 from pipeline.processes.process import ProcessPipe
 from tests.chaos.run import until
+from tests.odd_layers import in_one_memory
 from tests.pipeline.pipeline_models import Fuse, as_between_gpus, batch, one_f_one_b, tower
 from tests.ranks import Ranks
 from tests.remote import on_ranks
@@ -127,6 +128,10 @@ def closed() -> None:
             lambda: ProcessPipe(on_meta(), [6]),
             r"0\.weight is on the meta device: give the function",
         ),
+        (
+            lambda: ProcessPipe(in_one_memory(), [2]),
+            r"0\.weight and 1\.weight share memory, and each rank",
+        ),
         (closed, "cannot be used any more: it is closed; make a new"),
     ],
 )
@@ -180,6 +185,20 @@ def test_whatever_holds_tensors_arrives() -> None:
     pair, output, plain = Received(message.head, body).load()
     assert type(pair) is Pair and pair.second == plain.more == more and torch.equal(pair.first, x)
     assert type(output) is BaseModelOutput and output.last_hidden_state is pair.first is plain.x
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch: beta, deprecated, a prototype
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "quantized", "nested"])
+def test_what_is_not_dense_is_not_sent(kind: str) -> None:
+    x: Any = torch.ones(2, 3)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "to_sparse": x.to_sparse,
+        "to_sparse_csr": x.to_sparse_csr,
+        "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "nested": lambda: torch.nested.nested_tensor([x[0], x[1, :2]]),
+    }
+    with pytest.raises(TypeError, match=r"^a stage hands on a tensor that is not dense \(torch"):
+        Message(("activations", ways[kind]()))
 
 
 @pytest.mark.parametrize("apart", [False, True])
