@@ -45,14 +45,7 @@ from training.checkpoint import (
 from training.files import CHECKPOINTS, ENDED, OPTIONS, show, unused, writing
 from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
-from training.results import (
-    NOTHING_YET,
-    Totals,
-    holds_run,
-    options_of,
-    validation_losses,
-    write_options,
-)
+from training.results import NOTHING_YET, Totals, evaluations, holds_run, options_of, write_options
 
 from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.signals import Ended
@@ -308,8 +301,9 @@ class Saving:
         """The label of the checkpoint with the lowest validation loss, if one has any."""
         saved = {name.partition("-")[2] for name in names(self.saver.folder)}
         losses = {
-            checkpoint_label(epoch, steps - epoch * self.task.steps_per_epoch): loss
-            for epoch, steps, loss in validation_losses(self.args.workdir)
+            checkpoint_label(x["epoch"], x["step"] - x["epoch"] * self.task.steps_per_epoch): loss
+            for x in evaluations(self.args.workdir)
+            if (loss := x["validation_loss"]) is not None  # else NaN
         }
         return min((x for x in losses if x in saved), key=losses.__getitem__, default=None)
 
