@@ -36,7 +36,7 @@ from training.tasks.gpt2 import numbers_of_targets
 from training.tasks.task import Step, TrainingTask
 
 from .context import own_positions, rows_in_order
-from .cut import cut_task
+from .cut import CutTask, TensorCutTask
 from .layout import Held, LaidOutModel, Setup, counts_here
 
 
@@ -58,7 +58,8 @@ class MeshLayout(LaidOutModel):
         self.data_ranks, self.replicas_of_shards = mesh[DATA_AXES], mesh["dp"]
         self.mask_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
         self.forward_ranks: Axis = mesh["ep"]
-        self.cut_task = cut_task(task, setup, mesh)  # on the meta device: no memory
+        kind = TensorCutTask if mesh["tp"].size > 1 else CutTask
+        self.cut_task = kind(task, setup, mesh)  # on the meta device: no memory
 
     @property
     def layer_ranks(self) -> Communicator | None:
@@ -111,17 +112,14 @@ class MeshLayout(LaidOutModel):
         number = [len(step.inputs)]
         numbers = self.cut_task.expert_ranks.gather_numbers(number, self.devices[0])
         for _ in range(max(numbers)[0] - len(step.inputs)):
-            x, target = self.empty()
+            x, target = cast(ExpertTask, self.task).empty()
             step = replace(step, inputs=[*step.inputs, x], targets=[*step.targets, target])
         return step
 
-    def empty(self) -> tuple[Any, Any]:
-        """A micro-batch without examples."""
-        return cast(ExpertTask, self.task).empty()
-
     def no_sentences(self) -> Any:
         """An input without examples, while `evaluating`: nobody balances experts then."""
-        return self.empty()[0]._replace(balance=None)
+        x, _ = cast(ExpertTask, self.task).empty()
+        return x._replace(balance=None)
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
