@@ -67,7 +67,7 @@ ABOUT = "about.json"  # beside the files of tokens
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
 # Positions of a cache for each position of a micro-batch. A layer keeps 16 numbers of the model's
-# width for backward, and the cache at most 2.5; with recomputation a layer keeps two.
+# width for backward, and the cache 2, or 4 while it grows; with recomputation a layer keeps two.
 CACHED = {"never": 6.0}
 
 
