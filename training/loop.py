@@ -176,7 +176,6 @@ def run(
         to end waits for the next step. If this step saves a checkpoint, it was saved before: a run
         resumed there validates, too."""
         if 0 < steps < length:
-            note("evaluation")
             set_timeouts(args.timeout)  # until after the next step
             with model.evaluating():
                 loss, _ = _validate(results, f"after step {optimizer.steps}")
@@ -188,7 +187,6 @@ def run(
         profiled(timeline, args.profile, args.workdir),
     ):
         if args.num_batches is None and done == 0 and not args.benchmark_only:
-            note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
         # An epoch's last checkpoint precedes its evaluation: a run resumed there evaluates again.
         for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
@@ -207,7 +205,6 @@ def run(
             saving.save(epoch, totals)  # before the evaluation, which can be repeated
             note("comparison of replicas")
             model.check_replicas(f"in epoch {epoch + 1}")
-            note("evaluation")
             loss, score = math.nan, Score()
             if not args.benchmark_only:
                 scored = total >= per_epoch or not task.needs_an_epoch
@@ -231,6 +228,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
 def _validate(results: Results, when: str) -> tuple[float, float]:
     """The validation loss and the accuracy, see `evaluate_loss`. Raises RunError, on all ranks, if
     the loss is not finite, unless --on_nan skip."""
+    results.world.last.note("evaluation")
     loss, accuracy = evaluate_loss(results.world, results.task, results.model)
     if not math.isfinite(loss):
         said = f"{when}: the validation loss is {loss}"
