@@ -25,7 +25,7 @@ training durations", 2024 (its decay by the root).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -170,14 +170,6 @@ class GlobalOptimizer:
         if not launched:
             self._update(clip_factor(self.norm, self.recipe.args.max_grad_norm))
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the check and the schedule; optimizer state is saved separately."""
-        return {"steps": self.steps, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave. `state` may have more keys."""
-        self.steps, self.in_a_row = state["steps"], state["in_a_row"]
 
     def _facts(self, loss: Tensor, counts: Counts) -> Tensor:
         """The squared norm of the gradient, the loss of each rank, and the summed counts, in

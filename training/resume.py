@@ -257,7 +257,7 @@ class Saving:
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, self.model)
         self.saver.set_aside_after(resume.checkpoint)
-        self.optimizer.load_state_dict(state)
+        self.optimizer.steps, self.optimizer.in_a_row = state["steps"], state["in_a_row"]
         self.saved = state["steps"]  # `save` need not save it again
         done, n, part = Totals(**state["totals"]), self.model.dp_size, self.model.dp_rank
         # Each part of the batch has an equal share; together they have all.
@@ -317,7 +317,8 @@ class Saving:
         shares = world.of_parts(model.dp_rank, (totals.positions, totals.tokens))
         positions, tokens = map(sum, zip(*shares, strict=True))
         state = {
-            **self.optimizer.state_dict(),
+            "steps": steps,
+            "in_a_row": self.optimizer.in_a_row,
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "options": options_of(self.args),
             "examples": self.fingerprints,
