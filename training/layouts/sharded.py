@@ -10,6 +10,7 @@ from torch import Tensor
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
 from runtime.axes import SHARD_AXES
+from runtime.communicator import Communicator
 from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
@@ -30,7 +31,8 @@ class Sharded(MeshLayout):
     def __init__(self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh) -> None:
         super().__init__(task, world, setup, mesh)
         args, cut_task = setup.args, self.cut_task
-        self.forward_ranks = self.data_ranks  # they gather, or share experts
+        # They gather, or share experts.
+        self.forward_ranks = Communicator(self.data_ranks.group, recorder=setup.timeline)
         self.results_per_rank = self.dp_size == world.world_size  # each has a part of the batch
         self.num_microbatches = args.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.

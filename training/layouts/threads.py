@@ -166,28 +166,23 @@ class BlocksInThreads(_InOneProcess):
         self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.optimizers = [setup.optimizer(self.module.named_parameters(), 0)]
 
-    def _outputs(self, x: Sequences) -> Tensor:
-        """[N, V]; or with labels [1, 3], as from `training.tasks.gpt2.Head`."""
-        hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
-        assert x.targets is not None
-        hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
-        if x.labels is None:
-            return head(hidden)
-        labels = move(x.labels[x.targets != 0], hidden.device)
-        return measured(hidden, head.weight, labels)
-
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
-        with self.setup.autocast(self.devices[0]):
-            loss = self.task.loss(self._outputs(x), target)
+        loss = self.task.loss(self.outputs(x), target)
         (loss / step.divisor).backward()  # of the blocks: that runs on the workers
         return loss.detach()
 
-    def outputs(self, x: Any) -> Tensor | None:
-        """The outputs for the whole batch."""
+    def outputs(self, x: Sequences) -> Tensor:
+        """[N, V]; or with labels [1, 3], as from `training.tasks.gpt2.Head`."""
         with self.setup.autocast(self.devices[0]):
-            return self._outputs(x)
+            hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
+            assert x.targets is not None
+            hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
+            if x.labels is None:
+                return head(hidden)
+            labels = move(x.labels[x.targets != 0], hidden.device)
+            return measured(hidden, head.weight, labels)
 
     def close(self) -> None:
         """Ends the worker threads."""
