@@ -58,7 +58,7 @@ def busiest(rank: Rank) -> float:
     model = rank.model
     layers = [m for net in model.modules for m in net.modules() if isinstance(m, RoutedFeedForward)]
     hooks = [layer.register_forward_hook(note) for layer in layers]
-    _, batches = rank.task.validation_batches(0, 1, model.evaluated_microbatches)
+    _, batches = model.task.validation_batches(0, 1, model.evaluated_microbatches)
     with model.evaluating():
         for x, target in batches:
             model.measure(x, target)

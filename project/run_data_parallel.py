@@ -86,16 +86,16 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
 def write_gradients(rank: Rank) -> None:
     """Trains for an epoch without evaluation. Then each rank writes the gradients of its last step,
     and rank 0 the options, unless the workdir already has a run."""
-    args, task, model = rank.setup.args, rank.task, rank.model
+    args, model, task = rank.setup.args, rank.model, rank.model.task
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
     optimizer = model.global_optimizer(recipe)
     steps = task.steps(0, model.dp_rank, model.dp_size, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
-    number = rank.world.rank
+    number = model.world.rank
     train(model, optimizer, steps, "Epoch 1", number, model.average_gradients)
     show(f"rank {number} wrote {save_grad_weights(model.module, number)}")
-    if rank.world.is_main and not holds_run(args.workdir):
+    if model.world.is_main and not holds_run(args.workdir):
         write_json(args.workdir / OPTIONS, options_of(args))
 
 

@@ -159,12 +159,12 @@ def work(rank: Rank) -> None:
     args, model = rank.setup.args, rank.model
     results = rank.train()
     # Collective; rank 0 gets and keeps the outputs.
-    outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else {}
+    outputs = outputs_on_main(model) if args.check_output else {}
     finish(results)
 
     def conclude() -> None:
         results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(rank.task, rank.setup, model.devices[0], outputs)
+        verdicts = check(model.task, rank.setup, model.devices[0], outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:
@@ -174,7 +174,7 @@ def work(rank: Rank) -> None:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
     if args.check_weights or args.check_output:
-        rank.world.on_main(conclude)  # rank 0 trains twice; the others wait
+        model.world.on_main(conclude)  # rank 0 trains twice; the others wait
 
 
 def train_rank(world: World, args: TrainOptions) -> None:

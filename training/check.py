@@ -46,7 +46,6 @@ from training.files import CHECKPOINTS, moving
 from training.options import Options
 
 from .launch.errors import RunError
-from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .tasks.task import Step, TrainingTask, whole_model
 
@@ -298,11 +297,10 @@ class Plain:
             return {name: self._output(x) for name, x in inputs.items()}
 
 
-def outputs_on_main(
-    world: World, task: TrainingTask, model: LaidOutModel
-) -> dict[int, tuple[Any, Tensor]]:
+def outputs_on_main(model: LaidOutModel) -> dict[int, tuple[Any, Tensor]]:
     """On rank 0, an input of every part of the batch that has one, and its outputs; elsewhere
     nothing."""
+    world, task = model.world, model.task
     size, m = model.dp_size, model.num_microbatches
     with model.evaluating():
         output = model.outputs(task.input_to_compare(model.dp_rank, size, m))

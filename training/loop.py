@@ -130,18 +130,17 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     return min(args.timeout, max(60.0, 10 * seconds))
 
 
-def run(
-    world: World, task: TrainingTask, model: LaidOutModel, setup: Setup, resume: Resume = NO_RESUME
-) -> Results:
+def run(model: LaidOutModel, setup: Setup, resume: Resume = NO_RESUME) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
+    world, task = model.world, model.task
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
     # With `total`, never within an epoch.
     every = total if args.benchmark_only else args.eval_every or total
     optimizer = model.global_optimizer(recipe)
-    results = Results(world, args, task, model)
-    saving = Saving(world, args, task, model, optimizer)
+    results = Results(args, model)
+    saving = Saving(args, model, optimizer)
     before = saving.restore(resume)
     model.check_replicas("at the start")  # after weights were loaded
     done = optimizer.steps  # those of the run that is resumed

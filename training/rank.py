@@ -32,8 +32,6 @@ from .tasks.task import TrainingTask
 class Rank:
     """What a rank has when its work begins."""
 
-    world: World
-    task: TrainingTask
     setup: Setup
     model: LaidOutModel
     resume: Resume
@@ -46,10 +44,10 @@ class Rank:
             "schedule": self.model.schedule, "num_microbatches": m, "ranks": self.model.ranks,
         }  # fmt: skip
         n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-        if self.world.is_main:
+        if self.model.world.is_main:
             layout = layout_in_words(args, self.model)
             show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-        return run(self.world, self.task, self.model, self.setup, self.resume)
+        return run(self.model, self.setup, self.resume)
 
 
 def run_rank(
@@ -89,7 +87,7 @@ def run_rank(
     setup = setup_of(args, world, resume.cut)
     model = layout_of(task, world, setup)
     try:
-        work(Rank(world, task, setup, model, resume))
+        work(Rank(setup, model, resume))
     finally:
         model.close()
 

@@ -63,9 +63,8 @@ from .files import (
     writing,
 )
 from .launch.errors import RunError, UserError
-from .launch.world import World
 from .layouts.layout import LaidOutModel
-from .tasks.task import Score, TrainingTask
+from .tasks.task import Score
 
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes the numbers of a step, or of an evaluation."""
@@ -106,13 +105,10 @@ NOTHING_YET = Totals()
 class Results:
     """The table and the files of one run. All ranks call its methods together."""
 
-    def __init__(
-        self, world: World, args: Options, task: TrainingTask, model: LaidOutModel
-    ) -> None:
-        self.world, self.args, self.task, self.model = world, args, task, model
-        self.columns = (
-            "epoch", "train loss", "valid. loss", f"{task.score_title:>7}", " time", *task.units,
-        )  # fmt: skip
+    def __init__(self, args: Options, model: LaidOutModel) -> None:
+        self.world, self.args, self.task, self.model = model.world, args, model.task, model
+        title = f"{self.task.score_title:>7}"
+        self.columns = "epoch", "train loss", "valid. loss", title, " time", *self.task.units
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
         self.summary: dict[str, Any] = {}  # on rank 0, as are these:

@@ -51,7 +51,6 @@ from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.signals import Ended
 from .launch.world import World
 from .layouts.layout import LaidOutModel
-from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
@@ -234,13 +233,12 @@ def started(world: World, args: Options) -> Iterator[None]:
 class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
-    world: World
     args: Options
-    task: TrainingTask
     model: LaidOutModel
     optimizer: GlobalOptimizer
 
     def __post_init__(self) -> None:
+        self.world, self.task = self.model.world, self.model.task
         self.fingerprints = self.task.fingerprints()
         folder = self.args.workdir / CHECKPOINTS
         if self.world.is_main:
