@@ -86,7 +86,7 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
 def write_gradients(rank: Rank) -> None:
     """Trains for an epoch without evaluation. Then each rank writes the gradients of its last step,
     and rank 0 the options, unless the workdir already has a run."""
-    args, model, task = rank.setup.args, rank.model, rank.model.task
+    model, task, args = rank.model, rank.model.task, rank.model.setup.args
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
     optimizer = model.global_optimizer(recipe)

@@ -156,7 +156,7 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
 
 def work(rank: Rank) -> None:
     """Trains, and checks. Raises RunError if a check finds a difference from one process."""
-    args, model = rank.setup.args, rank.model
+    model, args = rank.model, rank.model.setup.args
     results = rank.train()
     # Collective; rank 0 gets and keeps the outputs.
     outputs = outputs_on_main(model) if args.check_output else {}
@@ -164,7 +164,7 @@ def work(rank: Rank) -> None:
 
     def conclude() -> None:
         results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(model.task, rank.setup, model.devices[0], outputs)
+        verdicts = check(model, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:

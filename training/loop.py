@@ -35,7 +35,7 @@ from training.timeline import profiled
 from .launch.errors import RunError
 from .launch.signals import NOTICES_GIVEN, Ended, notice_raises, notice_sets_flag
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Setup
+from .layouts.layout import LaidOutModel
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, TrainingTask
 
@@ -130,9 +130,9 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     return min(args.timeout, max(60.0, 10 * seconds))
 
 
-def run(model: LaidOutModel, setup: Setup, resume: Resume = NO_RESUME) -> Results:
+def run(model: LaidOutModel, resume: Resume = NO_RESUME) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
-    world, task = model.world, model.task
+    world, task, setup = model.world, model.task, model.setup
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch

@@ -32,13 +32,12 @@ from .tasks.task import TrainingTask
 class Rank:
     """What a rank has when its work begins."""
 
-    setup: Setup
     model: LaidOutModel
     resume: Resume
 
     def train(self) -> Results:
         """Prints what will be trained, and trains it. All ranks call it together."""
-        args, timeline = self.setup.args, self.setup.timeline
+        args, timeline = self.model.setup.args, self.model.setup.timeline
         m = args.num_microbatches or self.model.num_microbatches
         timeline.about |= {
             "schedule": self.model.schedule, "num_microbatches": m, "ranks": self.model.ranks,
@@ -47,7 +46,7 @@ class Rank:
         if self.model.world.is_main:
             layout = layout_in_words(args, self.model)
             show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-        return run(self.model, self.setup, self.resume)
+        return run(self.model, self.resume)
 
 
 def run_rank(
@@ -84,10 +83,9 @@ def run_rank(
         if args.lr_scheduler == "wsd":
             args = replace(args, decay_steps=decay_steps_of(args, task.steps_per_epoch))
     check_schedule(args, task.steps_per_epoch)
-    setup = setup_of(args, world, resume.cut)
-    model = layout_of(task, world, setup)
+    model = layout_of(task, world, setup_of(args, world, resume.cut))
     try:
-        work(Rank(setup, model, resume))
+        work(Rank(model, resume))
     finally:
         model.close()
 

@@ -146,6 +146,7 @@ class LaidOutModel(ABC):
 
     Attributes:
         world: who this rank is.
+        setup: what it was made from.
         held: what this rank holds and its optimizers update.
         replicated: what is compared with its replicas, if it is not `held`.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
@@ -166,6 +167,7 @@ class LaidOutModel(ABC):
 
     task: TrainingTask
     world: World
+    setup: Setup
     held: Sequence[Held]
     replicated: Sequence[Held] = ()
     dp_rank = 0

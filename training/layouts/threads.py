@@ -40,7 +40,6 @@ class _InOneProcess(LaidOutModel):
 
     module: nn.Module
     layers: Sequence[nn.Module]
-    setup: Setup
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
