@@ -52,12 +52,13 @@ from training.files import OPTIONS, show, write_json
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
+from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
 from training.loop import train
 from training.optimization import Recipe
-from training.rank import Rank, run_rank
+from training.rank import run_rank
 from training.results import holds_run, options_of
-from training.resume import as_it_was
+from training.resume import Resume, as_it_was
 from training.workdir import alone_in_workdir
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -83,10 +84,10 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
     run_rank(world, args, translation, Replicated, work)
 
 
-def write_gradients(rank: Rank) -> None:
+def write_gradients(model: LaidOutModel, _: Resume) -> None:
     """Trains for an epoch without evaluation. Then each rank writes the gradients of its last step,
     and rank 0 the options, unless the workdir already has a run."""
-    model, task, args = rank.model, rank.model.task, rank.model.setup.args
+    task, args = model.task, model.setup.args
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
     optimizer = model.global_optimizer(recipe)

@@ -79,7 +79,7 @@ from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
-from training.rank import Rank, run_rank
+from training.rank import run_rank, trained
 from training.resume import Resume, as_it_was
 from training.tasks.experts import LanguageWithExperts, TranslationWithExperts
 from training.tasks.gpt2 import PRESETS
@@ -154,10 +154,9 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     return kinds[texts.plain](args, world, texts, files, pretrained)
 
 
-def work(rank: Rank) -> None:
+def work(model: LaidOutModel, resume: Resume) -> None:
     """Trains, and checks. Raises RunError if a check finds a difference from one process."""
-    model, args = rank.model, rank.model.setup.args
-    results = rank.train()
+    args, results = model.setup.args, trained(model, resume)
     # Collective; rank 0 gets and keeps the outputs.
     outputs = outputs_on_main(model) if args.check_output else {}
     finish(results)
