@@ -26,8 +26,10 @@ import torch
 from benchmarks.harness import use_cores
 from project.train import lay_out, parse_train, task_of
 from training.launch.world import World, quiet_libraries
-from training.rank import Rank, run_rank
+from training.layouts.layout import LaidOutModel
+from training.rank import run_rank, trained
 from training.results import read_metrics
+from training.resume import Resume
 from training.tasks.experts import RoutedFeedForward
 
 WAYS = {
@@ -45,7 +47,7 @@ MODEL = (
 )
 
 
-def busiest(rank: Rank) -> float:
+def busiest(model: LaidOutModel) -> float:
     """How often the busiest expert is chosen, over the mean of all experts; mean over layers."""
     counts: dict[Any, Any] = defaultdict(int)
 
@@ -55,10 +57,9 @@ def busiest(rank: Rank) -> float:
         chosen = choice.experts[x.targets.flatten() != 0].flatten()
         counts[layer] = counts[layer] + torch.bincount(chosen, minlength=layer.mlp.num_experts)
 
-    model = rank.model
     layers = [m for net in model.modules for m in net.modules() if isinstance(m, RoutedFeedForward)]
     hooks = [layer.register_forward_hook(note) for layer in layers]
-    _, batches = rank.task.validation_batches(0, 1, model.evaluated_microbatches)
+    _, batches = model.task.validation_batches(0, 1, model.evaluated_microbatches)
     with model.evaluating():
         for x, target in batches:
             model.measure(x, target)
@@ -67,13 +68,13 @@ def busiest(rank: Rank) -> float:
     return mean(float(c.max() / c.double().mean()) for c in counts.values())
 
 
-def trained(options: str) -> tuple[float, float, float]:
+def result_of(options: str) -> tuple[float, float, float]:
     """The validation loss, the busiest expert and BLEU of a run."""
     found: list[float] = []
 
-    def work(rank: Rank) -> None:
-        rank.train()
-        found.append(busiest(rank))
+    def work(model: LaidOutModel, resume: Resume) -> None:
+        trained(model, resume)
+        found.append(busiest(model))
 
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         args = parse_train(f"{options} --workdir {folder}".split())
@@ -94,7 +95,7 @@ def main() -> None:
     for way, options in WAYS.items():
         for seed in given.seeds:
             size = f"--n_train {32 * given.steps} --num_batches {given.steps}"
-            loss, busy, bleu = trained(f"{MODEL} {options} {size} --seed {seed}")
+            loss, busy, bleu = result_of(f"{MODEL} {options} {size} --seed {seed}")
             print(f"{way:22} {seed:4}  {loss:6.3f}   {busy:6.3f}  {bleu:6.2f}", flush=True)
 
 

@@ -145,19 +145,25 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def measure_costs(
-    layers: Sequence[nn.Module], sample: Any, loss_fn: Callable[[Any], Tensor]
+    layers: Sequence[nn.Module],
+    sample: Any,
+    loss_fn: Callable[[Any], Tensor],
+    filled: Callable[[nn.Module], nn.Module] = lambda layer: layer,
 ) -> list[float]:
-    """Seconds of forward and backward of each layer, the least of three after a warm-up.
+    """Seconds of forward and backward of each layer, the least of three after a warm-up. `.grad`
+    does not change. The clock is read after waiting for the GPU.
 
-    `sample` is a micro-batch; `loss_fn(output)` counts towards the last layer. `.grad` does
-    not change. The clock is read after waiting for the GPU.
+    Args:
+        sample: a micro-batch.
+        loss_fn: of the output; it counts towards the last layer.
+        filled: gives a layer memory, for as long as it is measured.
     """
     rounds = []
     for _ in range(1 + 3):  # over all layers: a short disturbance spoils one round of a few
         value, times = sample, []
         for k, layer in enumerate(layers):
             is_last = k + 1 == len(layers)
-            value, seconds = _forward_backward(layer, value, loss_fn if is_last else None)
+            value, seconds = _forward_backward(filled(layer), value, loss_fn if is_last else None)
             times.append(seconds)
         rounds.append(times)
     return [min(times) for times in zip(*rounds[1:], strict=True)]  # without the warm-up

@@ -240,8 +240,7 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
 
 def cached_by_block(model: Model, layout: Layout) -> float:
     """Bytes that a block holds while text is generated: the keys and values of `KEYS_KEPT` times
-    the positions of a micro-batch, and a quarter as room to grow; see `training.tasks.sequences`.
-    """
+    the positions of a micro-batch; see `training.tasks.sequences`."""
     t = layout.micro_batch * model.seq // layout.cp
     times = KEYS_KEPT if layout.recompute == "never" else 1
-    return times * t * 2.5 * model.kv_share * model.hidden * BYTES[layout.precision] / layout.tp
+    return times * t * 2 * model.kv_share * model.hidden * BYTES[layout.precision] / layout.tp

@@ -52,12 +52,13 @@ from training.files import OPTIONS, show, write_json
 from training.launch.launch import launch
 from training.launch.meeting import setup
 from training.launch.world import World
+from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
 from training.loop import train
 from training.optimization import Recipe
-from training.rank import Rank, run_rank
+from training.rank import run_rank
 from training.results import holds_run, options_of
-from training.resume import as_it_was
+from training.resume import Resume, as_it_was
 from training.workdir import alone_in_workdir
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -83,19 +84,19 @@ def run_dp(world: World, args: DataParallelOptions) -> None:
     run_rank(world, args, translation, Replicated, work)
 
 
-def write_gradients(rank: Rank) -> None:
+def write_gradients(model: LaidOutModel, _: Resume) -> None:
     """Trains for an epoch without evaluation. Then each rank writes the gradients of its last step,
     and rank 0 the options, unless the workdir already has a run."""
-    args, task, model = rank.setup.args, rank.task, rank.model
+    task, args = model.task, model.setup.args
     assert model.module is not None  # of `Replicated`
     recipe = Recipe(args, task.steps_per_epoch)
     optimizer = model.global_optimizer(recipe)
     steps = task.steps(0, model.dp_rank, model.dp_size, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
-    number = rank.world.rank
+    number = model.world.rank
     train(model, optimizer, steps, "Epoch 1", number, model.average_gradients)
     show(f"rank {number} wrote {save_grad_weights(model.module, number)}")
-    if rank.world.is_main and not holds_run(args.workdir):
+    if model.world.is_main and not holds_run(args.workdir):
         write_json(args.workdir / OPTIONS, options_of(args))
 
 

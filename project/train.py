@@ -79,7 +79,7 @@ from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
-from training.rank import Rank, run_rank
+from training.rank import run_rank, trained
 from training.resume import Resume, as_it_was
 from training.tasks.experts import LanguageWithExperts, TranslationWithExperts
 from training.tasks.gpt2 import PRESETS
@@ -154,17 +154,16 @@ def task_of(args: TrainOptions, world: World, resume: Resume) -> TrainingTask:
     return kinds[texts.plain](args, world, texts, files, pretrained)
 
 
-def work(rank: Rank) -> None:
+def work(model: LaidOutModel, resume: Resume) -> None:
     """Trains, and checks. Raises RunError if a check finds a difference from one process."""
-    args, model = rank.setup.args, rank.model
-    results = rank.train()
+    args, results = model.setup.args, trained(model, resume)
     # Collective; rank 0 gets and keeps the outputs.
-    outputs = outputs_on_main(rank.world, rank.task, model) if args.check_output else {}
+    outputs = outputs_on_main(model) if args.check_output else {}
     finish(results)
 
     def conclude() -> None:
         results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(rank.task, rank.setup, model.devices[0], outputs)
+        verdicts = check(model, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:
@@ -174,7 +173,7 @@ def work(rank: Rank) -> None:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
     if args.check_weights or args.check_output:
-        rank.world.on_main(conclude)  # rank 0 trains twice; the others wait
+        model.world.on_main(conclude)  # rank 0 trains twice; the others wait
 
 
 def train_rank(world: World, args: TrainOptions) -> None:

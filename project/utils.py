@@ -20,9 +20,10 @@ from training.files import PICTURE, writing
 from training.launch.errors import RunError, UserError, leave, refuse, torchrun
 from training.launch.signals import ENDING_SIGNALS, Ended, end_process, handlers
 from training.launch.world import World, quiet_libraries
+from training.layouts.layout import LaidOutModel
 from training.loop import evaluate_loss, train
 from training.options import Options
-from training.rank import Rank
+from training.rank import trained
 from training.results import Results
 from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
@@ -55,9 +56,9 @@ def finish(results: Results) -> None:
     results.world.on_main(lambda: _show(results))  # the others wait, however long drawing takes
 
 
-def train_and_finish(rank: Rank) -> None:
+def train_and_finish(model: LaidOutModel, resume: Resume) -> None:
     """The work of a rank whose program only trains."""
-    finish(rank.train())
+    finish(trained(model, resume))
 
 
 def _show(results: Results) -> None:

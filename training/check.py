@@ -46,9 +46,8 @@ from training.files import CHECKPOINTS, moving
 from training.options import Options
 
 from .launch.errors import RunError
-from .launch.world import World
-from .layouts.layout import LaidOutModel, Setup
-from .tasks.task import Step, TrainingTask, whole_model
+from .layouts.layout import LaidOutModel
+from .tasks.task import Step, whole_model
 
 FACTOR = 16.0
 ROUTED_APART = (
@@ -250,16 +249,15 @@ def plain_muon(args: Options, rate: float, name: str, p: nn.Parameter, mean: Ten
 
 
 class Plain:
-    """The same training on one process. In float64 it is exact; in float32 it casts as `setup`
-    says."""
+    """The training of a laid-out model on one process. In float64 it is exact; in float32 it casts
+    as the run does."""
 
-    def __init__(
-        self, task: TrainingTask, setup: Setup, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.task, self.args, self.dtype = task, setup.args, dtype
-        self.context = nullcontext if dtype == torch.float64 else partial(setup.autocast, device)
-        self.model = whole_model(task, device, dtype)
-        self.layers = nn.Sequential(*task.layers(self.model))
+    def __init__(self, run: LaidOutModel, dtype: torch.dtype) -> None:
+        self.task, self.args, self.dtype = run.task, run.setup.args, dtype
+        cast = partial(run.setup.autocast, run.devices[0])
+        self.context = nullcontext if dtype == torch.float64 else cast
+        self.model = whole_model(self.task, run.devices[0], dtype)
+        self.layers = nn.Sequential(*self.task.layers(self.model))
 
     def train(self) -> None:
         """All steps of the run."""
@@ -298,11 +296,10 @@ class Plain:
             return {name: self._output(x) for name, x in inputs.items()}
 
 
-def outputs_on_main(
-    world: World, task: TrainingTask, model: LaidOutModel
-) -> dict[int, tuple[Any, Tensor]]:
+def outputs_on_main(model: LaidOutModel) -> dict[int, tuple[Any, Tensor]]:
     """On rank 0, an input of every part of the batch that has one, and its outputs; elsewhere
     nothing."""
+    world, task = model.world, model.task
     size, m = model.dp_size, model.num_microbatches
     with model.evaluating():
         output = model.outputs(task.input_to_compare(model.dp_rank, size, m))
@@ -313,16 +310,11 @@ def outputs_on_main(
     return {part: (task.input_to_compare(part, size, m), by_part[part]) for part in sorted(by_part)}
 
 
-def check(
-    task: TrainingTask,
-    setup: Setup,
-    device: torch.device,
-    outputs: Mapping[int, tuple[Any, Tensor]],
-) -> list[Verdict]:
+def check(model: LaidOutModel, outputs: Mapping[int, tuple[Any, Tensor]]) -> list[Verdict]:
     """Trains again on one process, on rank 0, and compares what --check_weights and --check_output
     ask for: the weights of the last checkpoint, and each part's `outputs`."""
-    args = setup.args
-    plain, exact = (Plain(task, setup, device, t) for t in (torch.float32, torch.float64))
+    setup, args = model.setup, model.setup.args
+    plain, exact = (Plain(model, dtype) for dtype in (torch.float32, torch.float64))
     plain.train()
     exact.train()
     compared: dict[str, tuple[Tensors, Tensors, Tensors]] = {}

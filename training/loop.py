@@ -35,7 +35,7 @@ from training.timeline import profiled
 from .launch.errors import RunError
 from .launch.signals import NOTICES_GIVEN, Ended, notice_raises, notice_sets_flag
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Setup
+from .layouts.layout import LaidOutModel
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, TrainingTask
 
@@ -130,18 +130,17 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     return min(args.timeout, max(60.0, 10 * seconds))
 
 
-def run(
-    world: World, task: TrainingTask, model: LaidOutModel, setup: Setup, resume: Resume = NO_RESUME
-) -> Results:
+def run(model: LaidOutModel, resume: Resume = NO_RESUME) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
+    world, task, setup = model.world, model.task, model.setup
     args, timeline, note = setup.args, setup.timeline, setup.timeline.last.note
     recipe = Recipe(args, task.steps_per_epoch)
     total, per_epoch = recipe.num_steps, recipe.steps_per_epoch
     # With `total`, never within an epoch.
     every = total if args.benchmark_only else args.eval_every or total
     optimizer = model.global_optimizer(recipe)
-    results = Results(world, args, task, model)
-    saving = Saving(world, args, task, model, optimizer)
+    results = Results(args, model)
+    saving = Saving(args, model, optimizer)
     before = saving.restore(resume)
     model.check_replicas("at the start")  # after weights were loaded
     done = optimizer.steps  # those of the run that is resumed
@@ -176,7 +175,6 @@ def run(
         to end waits for the next step. If this step saves a checkpoint, it was saved before: a run
         resumed there validates, too."""
         if 0 < steps < length:
-            note("evaluation")
             set_timeouts(args.timeout)  # until after the next step
             with model.evaluating():
                 loss, _ = _validate(results, f"after step {optimizer.steps}")
@@ -188,7 +186,6 @@ def run(
         profiled(timeline, args.profile, args.workdir),
     ):
         if args.num_batches is None and done == 0 and not args.benchmark_only:
-            note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
         # An epoch's last checkpoint precedes its evaluation: a run resumed there evaluates again.
         for epoch in range(max(0, done - 1) // per_epoch, -(-total // per_epoch)):
@@ -207,7 +204,6 @@ def run(
             saving.save(epoch, totals)  # before the evaluation, which can be repeated
             note("comparison of replicas")
             model.check_replicas(f"in epoch {epoch + 1}")
-            note("evaluation")
             loss, score = math.nan, Score()
             if not args.benchmark_only:
                 scored = total >= per_epoch or not task.needs_an_epoch
@@ -231,6 +227,7 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
 def _validate(results: Results, when: str) -> tuple[float, float]:
     """The validation loss and the accuracy, see `evaluate_loss`. Raises RunError, on all ranks, if
     the loss is not finite, unless --on_nan skip."""
+    results.world.last.note("evaluation")
     loss, accuracy = evaluate_loss(results.world, results.task, results.model)
     if not math.isfinite(loss):
         said = f"{when}: the validation loss is {loss}"

@@ -11,7 +11,7 @@ what it uses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from runtime.axes import axes_in_words, ranks_of
 from training.files import show
@@ -28,43 +28,19 @@ from .resume import Resume, find_resume, started
 from .tasks.task import TrainingTask
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a rank has when its work begins."""
-
-    world: World
-    task: TrainingTask
-    setup: Setup
-    model: LaidOutModel
-    resume: Resume
-
-    def train(self) -> Results:
-        """Prints what will be trained, and trains it. All ranks call it together."""
-        args, timeline = self.setup.args, self.setup.timeline
-        m = args.num_microbatches or self.model.num_microbatches
-        timeline.about |= {
-            "schedule": self.model.schedule, "num_microbatches": m, "ranks": self.model.ranks,
-        }  # fmt: skip
-        n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-        if self.world.is_main:
-            layout = layout_in_words(args, self.model)
-            show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-        return run(self.world, self.task, self.model, self.setup, self.resume)
-
-
 def run_rank(
     world: World,
     args: O,
     task_of: Callable[[O, World, Resume], TrainingTask],
     layout_of: Callable[[TrainingTask, World, Setup], LaidOutModel],
-    work: Callable[[Rank], None],
+    work: Callable[[LaidOutModel, Resume], None],
 ) -> None:
     """One rank of a run. All ranks call it together.
 
     Args:
         task_of: reads the data, and makes the task.
         layout_of: lays the task's model out.
-        work: what the program does with the layout, which is closed afterwards.
+        work: what the program does with the layout, which is closed afterwards: see `trained`.
 
     Raises:
         UserError: the data cannot be read, are too few, or are not those of the resumed run.
@@ -86,12 +62,23 @@ def run_rank(
         if args.lr_scheduler == "wsd":
             args = replace(args, decay_steps=decay_steps_of(args, task.steps_per_epoch))
     check_schedule(args, task.steps_per_epoch)
-    setup = setup_of(args, world, resume.cut)
-    model = layout_of(task, world, setup)
+    model = layout_of(task, world, setup_of(args, world, resume.cut))
     try:
-        work(Rank(world, task, setup, model, resume))
+        work(model, resume)
     finally:
         model.close()
+
+
+def trained(model: LaidOutModel, resume: Resume) -> Results:
+    """Prints what will be trained, and trains it. All ranks call it together."""
+    args, timeline = model.setup.args, model.setup.timeline
+    m = args.num_microbatches or model.num_microbatches
+    timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
+    n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
+    if model.world.is_main:
+        layout = layout_in_words(args, model)
+        show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
+    return run(model, resume)
 
 
 def layout_in_words(args: Options, model: LaidOutModel) -> str:

@@ -63,9 +63,8 @@ from .files import (
     writing,
 )
 from .launch.errors import RunError, UserError
-from .launch.world import World
 from .layouts.layout import LaidOutModel
-from .tasks.task import Score, TrainingTask
+from .tasks.task import Score
 
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes the numbers of a step, or of an evaluation."""
@@ -106,17 +105,13 @@ NOTHING_YET = Totals()
 class Results:
     """The table and the files of one run. All ranks call its methods together."""
 
-    def __init__(
-        self, world: World, args: Options, task: TrainingTask, model: LaidOutModel
-    ) -> None:
-        self.world, self.args, self.task, self.model = world, args, task, model
-        self.columns = (
-            "epoch", "train loss", "valid. loss", f"{task.score_title:>7}", " time", *task.units,
-        )  # fmt: skip
+    def __init__(self, args: Options, model: LaidOutModel) -> None:
+        self.world, self.args, self.task, self.model = model.world, args, model.task, model
+        title = f"{self.task.score_title:>7}"
+        self.columns = "epoch", "train loss", "valid. loss", title, " time", *self.task.units
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
-        self.summary: dict[str, Any] = {}  # on rank 0, as are the next two
-        self.metrics: MetricsFile | None = None
+        self.summary: dict[str, Any] = {}  # on rank 0, as are these:
         self.sinks: list[Sink] = []
 
     def say(self, text: str) -> None:
@@ -140,7 +135,6 @@ class Results:
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
-            self.metrics = MetricsFile(args.workdir / METRICS, steps_done)
             self.sinks = _sinks(args, steps_done)  # which may wait for a network
             return aside
 
@@ -170,11 +164,8 @@ class Results:
         self._say_row(f"{steps / self.task.steps_per_epoch:.3g}", "", _number(loss, 3))
 
     def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
-        numbers = {"epoch": epoch, "step": steps, **numbers}
-        if self.metrics is not None:
-            self.metrics.write(numbers)
-        for sink in self.sinks:  # those that were asked for
-            sink(numbers)
+        for sink in self.sinks:
+            sink({"epoch": epoch, "step": steps, **numbers})
 
     def end_epoch(
         self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
@@ -310,13 +301,6 @@ def evaluations(workdir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if '"validation_loss"' in line]
 
 
-def validation_losses(workdir: Path) -> list[tuple[int, int, float]]:
-    """The epoch, the steps done in the run, and the validation loss of each evaluation whose loss
-    is a number, in their order."""
-    found = [(x["epoch"], x["step"], x["validation_loss"]) for x in evaluations(workdir)]
-    return [entry for entry in found if entry[2] is not None]
-
-
 def holds_run(workdir: Path) -> bool:
     """Whether a run has come so far that its folder has results or a checkpoint."""
     return (workdir / METRICS).exists() or bool(names(workdir / CHECKPOINTS))
@@ -359,8 +343,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _sinks(args: Options, steps_done: int) -> list[Sink]:
-    """Who else gets the numbers of a run. What TensorBoard has after `steps_done` is hidden."""
-    sinks: list[Sink] = []
+    """Who gets the numbers of a run. What TensorBoard has after `steps_done` is hidden."""
+    sinks = [_metrics_file(args.workdir / METRICS, steps_done)]
     if args.print_steps:
         sinks.append(_printed)
     if args.tensorboard:
@@ -370,27 +354,25 @@ def _sinks(args: Options, steps_done: int) -> list[Sink]:
     return sinks
 
 
-class MetricsFile:
+def _metrics_file(path: Path, steps_done: int) -> Sink:
     """metrics.jsonl. It keeps the lines of the steps that are done, and new ones follow. They are
     the only record of those losses, so a whole new file replaces the old one, which is never
     truncated. The file exists from the first step on."""
 
-    def __init__(self, path: Path, steps_done: int) -> None:
-        def is_done(line: str) -> bool:
-            """The last line may be cut off. The evaluation after the last step that is done does
-            not count, since a resumed run repeats it."""
-            numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
-            return numbers["step"] + ("loss" not in numbers) <= steps_done
+    def is_done(line: str) -> bool:
+        """The last line may be cut off. The evaluation after the last step that is done does not
+        count, since a resumed run repeats it."""
+        numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
+        return numbers["step"] + ("loss" not in numbers) <= steps_done
 
-        self.path = path
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(True)
-            write_text(path, "".join(filter(is_done, lines)))
-
-    def write(self, numbers: Mapping[str, Any]) -> None:
-        """Appends a line."""
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+    def write(numbers: Mapping[str, Any]) -> None:
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json_text(numbers, indent=None))
+
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(True)
+        write_text(path, "".join(filter(is_done, lines)))
+    return write
 
 
 def _printed(numbers: Mapping[str, Any]) -> None:

@@ -45,20 +45,12 @@ from training.checkpoint import (
 from training.files import CHECKPOINTS, ENDED, OPTIONS, show, unused, writing
 from training.optimization import GlobalOptimizer, Recipe
 from training.options import Architecture, Data, O, Options, option_names, spelt
-from training.results import (
-    NOTHING_YET,
-    Totals,
-    holds_run,
-    options_of,
-    validation_losses,
-    write_options,
-)
+from training.results import NOTHING_YET, Totals, evaluations, holds_run, options_of, write_options
 
 from .launch.errors import RunError, UserError, counted, torchrun_world_size
 from .launch.signals import Ended
 from .launch.world import World
 from .layouts.layout import LaidOutModel
-from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same.
 DECIDE = {
@@ -241,13 +233,12 @@ def started(world: World, args: Options) -> Iterator[None]:
 class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
-    world: World
     args: Options
-    task: TrainingTask
     model: LaidOutModel
     optimizer: GlobalOptimizer
 
     def __post_init__(self) -> None:
+        self.world, self.task = self.model.world, self.model.task
         self.fingerprints = self.task.fingerprints()
         folder = self.args.workdir / CHECKPOINTS
         if self.world.is_main:
@@ -264,7 +255,7 @@ class Saving:
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, self.model)
         self.saver.set_aside_after(resume.checkpoint)
-        self.optimizer.load_state_dict(state)
+        self.optimizer.steps, self.optimizer.in_a_row = state["steps"], state["in_a_row"]
         self.saved = state["steps"]  # `save` need not save it again
         done, n, part = Totals(**state["totals"]), self.model.dp_size, self.model.dp_rank
         # Each part of the batch has an equal share; together they have all.
@@ -308,8 +299,9 @@ class Saving:
         """The label of the checkpoint with the lowest validation loss, if one has any."""
         saved = {name.partition("-")[2] for name in names(self.saver.folder)}
         losses = {
-            checkpoint_label(epoch, steps - epoch * self.task.steps_per_epoch): loss
-            for epoch, steps, loss in validation_losses(self.args.workdir)
+            checkpoint_label(x["epoch"], x["step"] - x["epoch"] * self.task.steps_per_epoch): loss
+            for x in evaluations(self.args.workdir)
+            if (loss := x["validation_loss"]) is not None  # else NaN
         }
         return min((x for x in losses if x in saved), key=losses.__getitem__, default=None)
 
@@ -323,7 +315,8 @@ class Saving:
         shares = world.of_parts(model.dp_rank, (totals.positions, totals.tokens))
         positions, tokens = map(sum, zip(*shares, strict=True))
         state = {
-            **self.optimizer.state_dict(),
+            "steps": steps,
+            "in_a_row": self.optimizer.in_a_row,
             "totals": asdict(replace(totals, positions=positions, tokens=tokens)),
             "options": options_of(self.args),
             "examples": self.fingerprints,

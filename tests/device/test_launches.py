@@ -22,7 +22,7 @@ from tests.device.session import NCCL, ranks
 from tests.equivalence.problems import Sentences
 from tests.remote import on_device
 from training.launch.world import World
-from training.layouts.cut import cut_task
+from training.layouts.cut import TensorCutTask
 from training.layouts.layout import Setup
 from training.options import Options
 from training.tasks.gpt2 import gpt2_config
@@ -106,7 +106,7 @@ def types_sent(rank: int, _: int, sequence: bool) -> set[torch.dtype]:
     torch.cuda.set_device(rank)
     args: Any = Options(sequence_parallel=sequence)
     problem = Sentences()
-    task = cut_task(
+    task = TensorCutTask(
         problem.task(World(), torch.float32), Setup(args, Mock()), make_mesh({"tp": 2}, 60.0)
     )
     block = task.model.transformer.h[0]

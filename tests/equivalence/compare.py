@@ -155,7 +155,7 @@ def resumed(rows: Sequence[Row], world: World, dtype: torch.dtype, n_steps: Sequ
         for row, n in zip(rows, n_steps, strict=True):
             args = replace(row.problem.options, workdir=workdir, save_every=n, resume=True)
             with laid_out(row, world, dtype) as training:
-                saving = Saving(world, args, training.task, training.model, training.optimizer)
+                saving = Saving(args, training.model, training.optimizer)
                 resume = find_resume(args) if found else NO_RESUME
                 assert found == {} or resume.checkpoint is not None
                 saving.restore(resume)

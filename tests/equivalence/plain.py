@@ -78,9 +78,9 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
     Dropout is not transformers' own, which draws, but that of the layers that every layout runs.
     """
     if isinstance(problem, Noise):
-        pictures = problem.examples()
-        x = pictures.images[batch].to(next(model.parameters()).dtype) / 63.75 - 2
-        return F.cross_entropy(model(x), pictures.labels[batch])
+        images, labels = problem.examples()[batch]
+        x = images.to(next(model.parameters()).dtype) / 63.75 - 2
+        return F.cross_entropy(model(x), labels)
     assert isinstance(problem, Sentences)
     examples = [problem.examples()[i] for i in batch]
     ids = torch.zeros(len(batch), max(len(example.ids) for example in examples), dtype=torch.long)

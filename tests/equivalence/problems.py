@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 from transformers import GPT2Config
 
 from data_parallel.dataset import shuffled_indices
@@ -26,7 +27,7 @@ from training.options import Options
 from training.tasks.experts import ExpertTask
 from training.tasks.gpt2 import generator_for, gpt2_config, initializer
 from training.tasks.language import LanguageTask
-from training.tasks.pictures import Pictures, PictureSets
+from training.tasks.pictures import PictureSets
 from training.tasks.sequences import CPU_POSITIONS
 from training.tasks.task import stream
 from training.tasks.tokens import PAD, Encoded
@@ -205,12 +206,12 @@ class RoutedRowTask(ExpertTask, RowTask):
 class Noise(Problem):
     """A VGG16 of a sixteenth of its width, on pictures of noise."""
 
-    def examples(self) -> Pictures:
+    def examples(self) -> TensorDataset:
         """Their bytes and classes."""
         generator = torch.Generator().manual_seed(3)
         n = self.num_examples
         images = torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        return Pictures(images, torch.randint(10, (n,), generator=generator))
+        return TensorDataset(images, torch.randint(10, (n,), generator=generator))
 
     def task(self, world: World, dtype: torch.dtype) -> NoiseTask:
         """The project's task on these pictures."""

@@ -42,7 +42,7 @@ def test_evaluation_holds_no_more_than_a_step() -> None:
         with LiveBytes() as translation, model.evaluating():
             task.translated(world, model, [pair["de"] for pair in task.test_pairs])
         with LiveBytes() as outputs:
-            outputs_on_main(world, task, model)
+            outputs_on_main(model)
         peaks = validation.peak, translation.peak, outputs.peak
         assert max(peaks) <= training.peak, (options, training.peak, *peaks)
         translating[options] = translation.peak

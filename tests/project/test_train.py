@@ -141,13 +141,11 @@ def test_a_difference_of_experts_in_bf16_may_be_no_mistake() -> None:
             experts=4, precision=precision, check_weights=False, check_output=True
         )
         setup: Any = SimpleNamespace(args=args, dtype=torch.float32)
-        task, one = Mock(), torch.ones(2)
+        model: Any = SimpleNamespace(task=Mock(), setup=setup, devices=[torch.device("cpu")])
+        one = torch.ones(2)
         with patch.object(check, "Plain") as plain:
             plain.return_value.outputs.return_value = {"outputs": one.double()}
-            same, other = (
-                check.check(task, setup, torch.device("cpu"), {0: (None, got)})[0]
-                for got in (one, one + 1)
-            )
+            same, other = (check.check(model, {0: (None, got)})[0] for got in (one, one + 1))
         assert "different expert" not in same.say()
         assert not other.agrees and ("different expert" in other.say()) is doubted
 

@@ -156,8 +156,8 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
             sgd.param_groups[0]["lr"] = rate
             sgd.step()
         assert parameters[0].tolist() == plain.tolist()
-        state, optimizers = optimizers.state_dict(), GlobalOptimizer(optimizers.optimizers, recipe)
-        optimizers.load_state_dict(state)
+        before, optimizers = optimizers, GlobalOptimizer(optimizers.optimizers, recipe)
+        optimizers.steps, optimizers.in_a_row = before.steps, before.in_a_row
         in_a_row.append(optimizers.in_a_row)
     assert (optimizers.steps, in_a_row) == (5, [0, 1, 0, 1, 0])
 

@@ -50,9 +50,8 @@ def results(tmp_path: Path) -> Results:
         score_name="BLEU", score_title="BLEU", score_details={"bleu_tokenizer": "13a"},
         units=units, scored_examples=lambda: PAIRS,
     )  # fmt: skip
-    model: Any = SimpleNamespace(results_per_rank=True, dp_rank=0)
-    args = Options(workdir=tmp_path)
-    return Results(World(), args, task, model)
+    model: Any = SimpleNamespace(results_per_rank=True, dp_rank=0, world=World(), task=task)
+    return Results(Options(workdir=tmp_path), model)
 
 
 class _OfTwoReplicas(World):

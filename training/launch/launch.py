@@ -43,7 +43,7 @@ from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,14 @@ GONE = 5.0  # seconds that a rank has to exit, once it has reported or the syste
 Report = UserError | RunError | str | None
 
 
+class Job(NamedTuple):
+    """What every rank does: main(world, *inputs). The settings are the options that say how."""
+
+    main: Callable[..., None]
+    settings: Options
+    inputs: Sequence[Any]
+
+
 def libraries(args: Options) -> list[str]:
     """What ranks import, once for all before they are forked."""
     # Making an optimizer imports torch._dynamo, which takes seconds.
@@ -100,8 +108,9 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
         SystemExit: a rank failed (status 1); its traceback has been printed.
     """
     quiet_libraries()  # here, since ranks import libraries before they run our code
+    job = Job(main, settings, inputs)
     if torchrun_world_size() is not None:
-        _join_torchrun(main, settings, inputs)
+        _join_torchrun(job)
         return
     listener = listen()  # before any process starts
     forks = sys.platform == "linux" and not torch.cuda.device_count()
@@ -122,9 +131,7 @@ def launch(main: Callable[..., None], settings: Options, *inputs: Any) -> None:
     try:
         for rank in range(settings.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main, args=(rank, port, settings, theirs, last, main, inputs)
-            )
+            process = context.Process(target=_rank_main, args=(rank, port, theirs, last, job))
             process.start()
             processes.append(process)
             pipes.append(ours)
@@ -195,15 +202,7 @@ def _received(pipe: Any, process: Any) -> tuple[float, Report]:
     return 0.0, f"It was killed by {by.name}.{why}\n"
 
 
-def _rank_main(
-    rank: int,
-    port: int,
-    settings: Options,
-    pipe: Any,
-    last: Sequence[LastAction],
-    main: Callable[..., None],
-    args: Sequence[Any],
-) -> None:
+def _rank_main(rank: int, port: int, pipe: Any, last: Sequence[LastAction], job: Job) -> None:
     """The main of a rank that the program starts. Reports how it has ended."""
     _end_with_parent()
     open_streams()
@@ -214,8 +213,8 @@ def _rank_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     report: Report = None
     try:
-        world = World(rank, settings.world_size, rank, last=last[rank])
-        _run_rank(world, settings, partial(connect, port, settings.timeout), main, args)
+        world = World(rank, job.settings.world_size, rank, last=last[rank])
+        _run_rank(world, job, partial(connect, port, job.settings.timeout))
     except (UserError, RunError) as error:
         report = error
     except BaseException as error:
@@ -224,7 +223,7 @@ def _rank_main(
     leave("", int(report is not None))
 
 
-def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[Any]) -> None:
+def _join_torchrun(job: Job) -> None:
     """The same for a rank that torchrun starts."""
     _end_with_parent()
     set_handlers(ENDING_SIGNALS, signal.SIG_DFL)
@@ -234,7 +233,7 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
     last = in_file(error_file.parents[1] / "last_actions", local_size)  # of this machine's ranks
     try:
         world = World(rank, world_size, local_rank, last=last[local_rank])
-        _run_rank(world, settings, partial(meet, settings.timeout), main, args)
+        _run_rank(world, job, partial(meet, job.settings.timeout))
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
@@ -246,15 +245,10 @@ def _join_torchrun(main: Callable[..., None], settings: Options, args: Sequence[
         leave("", 1)
 
 
-def _run_rank(
-    world: World,
-    settings: Options,
-    store_of: Callable[[], Any],
-    main: Callable[..., None],
-    args: Sequence[Any],
-) -> None:
+def _run_rank(world: World, job: Job, store_of: Callable[[], Any]) -> None:
     """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
     main, and waits for all ranks. `store_of` connects to the store in which they meet."""
+    settings = job.settings
     world.last.note("start")
     local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank)
@@ -277,7 +271,7 @@ def _run_rank(
         host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],
         timeout=settings.timeout,
     )  # fmt: skip
-    main(replace(world, device=device), *args)
+    job.main(replace(world, device=device), *job.inputs)
     world.last.note("end")
     with world.last.waiting():
         dist.barrier()

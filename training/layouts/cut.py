@@ -30,18 +30,15 @@ from runtime.sums import add_up
 from tensor_parallel.gpt2 import HeadAndLoss, TensorShard, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
 from training.tasks.generation import greedy
+from training.tasks.task import TrainingTask
 
 from .context import attend_across, own_positions
 from .layout import Held, Setup
 
 
-def cut_task(task: Any, setup: Setup, mesh: Mesh) -> CutTask:
-    """The task as this rank of a mesh has it."""
-    return (TensorCutTask if mesh["tp"].size > 1 else CutTask)(task, setup, mesh)
-
-
 class CutTask:
-    """The layers of a task, as this rank of a mesh has them, with whole matrices.
+    """The layers of a task, as this rank of a mesh has them, with whole matrices: `TensorCutTask`
+    is for several tensor ranks.
 
     Attributes:
         tensor_ranks, context_ranks, expert_ranks: those of the axes `tp`, `cp` and `ep`.
@@ -50,7 +47,7 @@ class CutTask:
         experts: the names of parameters of experts; each of `expert_ranks` has different experts.
     """
 
-    def __init__(self, task: Any, setup: Setup, mesh: Mesh) -> None:
+    def __init__(self, task: TrainingTask, setup: Setup, mesh: Mesh) -> None:
         self.task = task
         self.tensor_ranks, self.context_ranks, self.expert_ranks = (
             Communicator(mesh[axis].group, recorder=setup.timeline, sums_travel_narrow=axis == "tp")
@@ -68,8 +65,7 @@ class CutTask:
             attend_across(self.layers, self.context_ranks, setup.args.attention)
 
     def _cut_layers(self, setup: Setup) -> list[nn.Module]:  # noqa: ARG002
-        layers: list[nn.Module] = self.task.layers(self.model)
-        return layers
+        return self.task.layers(self.model)
 
     def _sharers(self, training: bool) -> int:  # noqa: ARG002
         """How many ranks divide the positions of one rank of the context axis again."""
@@ -97,14 +93,12 @@ class CutTask:
 
     def loss(self, logits: Tensor, target: Any) -> Tensor:
         """The summed loss, from what the last layer returned."""
-        loss: Tensor = self.task.loss(logits, target)
-        return loss
+        return self.task.loss(logits, target)
 
     def measure(self, logits: Tensor, target: Any) -> Tensor | None:
         """The task's `measure`, from what the last layer returned in evaluation. None except on
         the first of the tensor ranks."""
-        measures: Tensor = self.task.measure(logits, target)
-        return measures
+        return self.task.measure(logits, target)
 
     def logits(self, own_logits: Tensor) -> Tensor | None:
         """All logits [N, V], for a comparison; None except on the first of the tensor ranks."""

@@ -146,6 +146,7 @@ class LaidOutModel(ABC):
 
     Attributes:
         world: who this rank is.
+        setup: what it was made from.
         held: what this rank holds and its optimizers update.
         replicated: what is compared with its replicas, if it is not `held`.
         dp_rank, dp_size: this rank's part of each global batch, and the number of parts.
@@ -166,6 +167,7 @@ class LaidOutModel(ABC):
 
     task: TrainingTask
     world: World
+    setup: Setup
     held: Sequence[Held]
     replicated: Sequence[Held] = ()
     dp_rank = 0
@@ -252,16 +254,13 @@ class LaidOutModel(ABC):
         rank alone. (Programs without ranks do not import `Communicator`.)"""
         return None
 
-    def arrange_optimizers(self) -> None:
-        """Decides which rank computes what, if an optimizer needs whole matrices."""
+    def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
+        """The optimizer of the weights that are held, which acts on all ranks together. `how`: see
+        `GlobalOptimizer`."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
-
-    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
-        """The optimizer of the weights that are held, which acts on all ranks together."""
-        self.arrange_optimizers()
-        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
+        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted, **how)
 
     def check_replicas(self, when: str) -> None:
         """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks

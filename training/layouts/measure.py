@@ -6,11 +6,9 @@ Stages should take equally long. So rank 0 times the layers one by one, on a mic
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import cast
 
-import torch
 from torch import nn
 
 from pipeline.partition import balance as balanced
@@ -44,9 +42,18 @@ def stage_sizes(
     def measured() -> list[int]:
         step = next(task.steps(0, 0, 1, num_microbatches))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
-        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, setup.dtype))
+        model = task.skeleton().to(setup.dtype)  # on the meta device
+        names = names_of(model)
+
+        def filled(layer: nn.Module) -> nn.Module:
+            """A copy with memory: a rank may lack the memory for all layers."""
+            layer, names_of_copy = copy.deepcopy((layer, names))
+            materialize(layer, names_of_copy, world.device, task.initialize)
+            return layer
+
         with setup.autocast(world.device):
-            costs = measure_costs(filled, x, lambda output: task.loss(output, target))
+            layers = task.layers(model)
+            costs = measure_costs(layers, x, lambda output: task.loss(output, target), filled)
         return balanced(costs, num_stages)
 
     return world.on_main(measured)  # the others wait, however long it takes
@@ -78,22 +85,3 @@ def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
             f"to the {total} {unit} (uniform is {uniform})"
         )
     return sizes
-
-
-class _OneAtATime:
-    """Layers on the meta device. Iterating gives memory and values to one at a time: a rank may
-    lack the memory for all."""
-
-    def __init__(self, task: TrainingTask, device: torch.device, dtype: torch.dtype) -> None:
-        model = task.skeleton().to(dtype)
-        self.task, self.device, self.layers = task, device, task.layers(model)
-        self.names = names_of(model)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        for layer in self.layers:
-            filled, names = copy.deepcopy((layer, self.names))  # by the copy's tensors
-            materialize(filled, names, self.device, self.task.initialize)
-            yield filled

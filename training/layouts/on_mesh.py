@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.shards import FlatSlice
@@ -28,15 +27,14 @@ from runtime.axes import (
     SHARD_AXES,
 )
 from runtime.communicator import Communicator
-from runtime.mesh import Axis, Mesh
-from runtime.waits import control_device
+from runtime.mesh import Mesh
 from training.launch.world import World
 from training.tasks.experts import ExpertTask
 from training.tasks.gpt2 import numbers_of_targets
 from training.tasks.task import Step, TrainingTask
 
 from .context import own_positions, rows_in_order
-from .cut import cut_task
+from .cut import CutTask, TensorCutTask
 from .layout import Held, LaidOutModel, Setup, counts_here
 
 
@@ -57,8 +55,9 @@ class MeshLayout(LaidOutModel):
         self.dp_rank, self.dp_size, _ = mesh[BATCH_AXES]
         self.data_ranks, self.replicas_of_shards = mesh[DATA_AXES], mesh["dp"]
         self.mask_rank = mesh["cp"].rank * mesh["tp"].size + mesh["tp"].rank
-        self.forward_ranks: Axis = mesh["ep"]
-        self.cut_task = cut_task(task, setup, mesh)  # on the meta device: no memory
+        kind = TensorCutTask if mesh["tp"].size > 1 else CutTask
+        self.cut_task = kind(task, setup, mesh)  # on the meta device: no memory
+        self.forward_ranks = self.cut_task.expert_ranks
 
     @property
     def layer_ranks(self) -> Communicator | None:
@@ -111,17 +110,14 @@ class MeshLayout(LaidOutModel):
         number = [len(step.inputs)]
         numbers = self.cut_task.expert_ranks.gather_numbers(number, self.devices[0])
         for _ in range(max(numbers)[0] - len(step.inputs)):
-            x, target = self.empty()
+            x, target = cast(ExpertTask, self.task).empty()
             step = replace(step, inputs=[*step.inputs, x], targets=[*step.targets, target])
         return step
 
-    def empty(self) -> tuple[Any, Any]:
-        """A micro-batch without examples."""
-        return cast(ExpertTask, self.task).empty()
-
     def no_sentences(self) -> Any:
         """An input without examples, while `evaluating`: nobody balances experts then."""
-        return self.empty()[0]._replace(balance=None)
+        x, _ = cast(ExpertTask, self.task).empty()
+        return x._replace(balance=None)
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:
@@ -155,12 +151,8 @@ class MeshLayout(LaidOutModel):
     def some_rank_goes_on(self, this_one: bool) -> bool:
         """Whether a rank has sentences left. The ranks that meet in a forward all call it first:
         those with sentences left in `next_tokens`, the others in `end`."""
-        going, group = torch.tensor(int(this_one)), self.forward_ranks.group
-        if self.forward_ranks.size > 1:
-            going = going.to(control_device(group, self.devices[0]))
-            with self.world.last.waiting():
-                dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
-        return bool(going)
+        going = self.forward_ranks.gather_numbers([int(this_one)], self.devices[0])
+        return [1] in going
 
 
 def rectangles_of(

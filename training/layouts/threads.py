@@ -7,7 +7,7 @@ head run on the first device while all others wait.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -40,7 +40,6 @@ class _InOneProcess(LaidOutModel):
 
     module: nn.Module
     layers: Sequence[nn.Module]
-    setup: Setup
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
@@ -92,10 +91,11 @@ class StagesInThreads(_InOneProcess):
             for stage, parameters in enumerate(self.pipe.stage_parameters())
         ]
 
-    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
-        """All stages update at the same time."""
-        self.arrange_optimizers()
-        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world, self.counted)
+    def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
+        """All stages update at the same time, each on its worker thread."""
+        return super().global_optimizer(
+            recipe, map_optimizers=lambda work, _: self.pipe.run_on_stages(work), **how
+        )
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
@@ -121,29 +121,6 @@ class StagesInThreads(_InOneProcess):
     def close(self) -> None:
         """Ends the worker threads."""
         self.pipe.close()
-
-
-class OptimizerOnWorkers(GlobalOptimizer):
-    """An optimizer per stage of a pipe, each used by its stage's worker thread."""
-
-    def __init__(
-        self,
-        pipe: Pipe,
-        optimizers: Sequence[torch.optim.Optimizer],
-        recipe: Recipe,
-        world: World,
-        counted: Collection[nn.Parameter],
-    ) -> None:
-        super().__init__(optimizers, recipe, world, counted=counted)
-        self._pipe = pipe
-
-    def _norms(self) -> list[Tensor]:
-        return [
-            norms for of_stage in self._pipe.run_on_stages(self._norms_of) for norms in of_stage
-        ]
-
-    def _update(self, factor: float | Tensor) -> None:
-        self._pipe.run_on_stages(partial(self._update_by, factor=factor))
 
 
 class BlocksInThreads(_InOneProcess):
@@ -188,28 +165,23 @@ class BlocksInThreads(_InOneProcess):
         self.held = [Held.whole(name, p) for name, p in self.module.named_parameters()]
         self.optimizers = [setup.optimizer(self.module.named_parameters(), 0)]
 
-    def _outputs(self, x: Sequences) -> Tensor:
-        """[N, V]; or with labels [1, 3], as from `training.tasks.gpt2.Head`."""
-        hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
-        assert x.targets is not None
-        hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
-        if x.labels is None:
-            return head(hidden)
-        labels = move(x.labels[x.targets != 0], hidden.device)
-        return measured(hidden, head.weight, labels)
-
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
-        with self.setup.autocast(self.devices[0]):
-            loss = self.task.loss(self._outputs(x), target)
+        loss = self.task.loss(self.outputs(x), target)
         (loss / step.divisor).backward()  # of the blocks: that runs on the workers
         return loss.detach()
 
-    def outputs(self, x: Any) -> Tensor | None:
-        """The outputs for the whole batch."""
+    def outputs(self, x: Sequences) -> Tensor:
+        """[N, V]; or with labels [1, 3], as from `training.tasks.gpt2.Head`."""
         with self.setup.autocast(self.devices[0]):
-            return self._outputs(x)
+            hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
+            assert x.targets is not None
+            hidden, head = at_targets(hidden, move(x.targets, hidden.device)), self.module.lm_head
+            if x.labels is None:
+                return head(hidden)
+            labels = move(x.labels[x.targets != 0], hidden.device)
+            return measured(hidden, head.weight, labels)
 
     def close(self) -> None:
         """Ends the worker threads."""

@@ -1,13 +1,14 @@
 """The cache of keys and values for generation: of sentences that are continued.
 
-Sentences are aligned at their ends, so that all grow in the same column, and there is room to grow:
+Sentences are aligned at their ends, so that all grow in the same column:
 
     column    0  1  2  3  4 | 5  6          all rows are read up to column 4;
     row 0     .  .  .  a  b | c  <eos>      then all write column 5, 6, ...
     row 1     .  .  .  d  e | f  g
     row 2     h  i  j  k  l | m  n          a finished row leaves the cache
 
-Memory: 2 B S C per attention layer, plus up to a quarter (at least 16 columns) as room to grow.
+Memory: 2 B S C per attention layer, and for one of them a copy while it grows, by `transformers`.
+That takes as long as room to grow (docs/log.md).
 
 Shapes: B unfinished sentences, S columns so far, T the newest of them, C width, H heads, E width of
 a head.
@@ -16,11 +17,10 @@ a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-GROWTH = 16  # minimum number of columns by which the cache grows
 
 
 class Cache:
@@ -38,9 +38,11 @@ class Cache:
     def __init__(
         self, prompts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> None:
+        from transformers import DynamicCache  # here: see training/tasks/gpt2.py
+
         self.prompts, self.S = prompts, max(lengths)
         self.lengths = torch.tensor(lengths, device=device)  # [B]
-        self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
+        self._layers: Any = DynamicCache()  # keys and values, B H S E, by number in the model
         self._mask: Tensor | None = None  # of the newest tokens
 
     def extend(self) -> None:
@@ -52,8 +54,7 @@ class Cache:
         """Keeps these rows, in this order, in a copy. Call `extend` next."""
         self.prompts = [self.prompts[row] for row in rows]
         self.lengths = self.lengths[rows]
-        for number, kv in self._layers.items():  # never two copies of all of them
-            self._layers[number] = kv[:, rows]
+        self._layers.batch_select_indices(rows)  # never two copies of all of them
 
     def positions(self, hidden: Tensor) -> Tensor:
         """B T: the position in its sentence, from 0, of each newest token, whose hidden states are
@@ -63,17 +64,7 @@ class Cache:
 
     def update(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the newest keys and values of a layer, each B H T E; returns all, B H S E."""
-        B, H, T, E = k.shape
-        kept = self._layers.get(number)
-        if kept is None or kept.size(3) < self.S:
-            grown = k.new_empty(2, B, H, self.S + max(GROWTH, self.S // 4), E)  # keys, then values
-            if kept is not None:
-                grown[:, :, :, : self.S - T] = kept[:, :, :, : self.S - T]
-            kept = self._layers[number] = grown
-        kept[0, :, :, self.S - T : self.S] = k
-        kept[1, :, :, self.S - T : self.S] = v
-        keys, values = kept[:, :, :, : self.S]  # views
-        return keys, values
+        return self._layers.update(k, v, number)
 
     def mask(self, hidden: Tensor) -> Tensor:
         """The mask, B 1 T S, to add to attention scores: causal, and without padding. Made once per

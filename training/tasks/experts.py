@@ -1,6 +1,6 @@
 """GPT-2 whose blocks have experts in the place of their MLPs.
 
-    Sequences -> Embedding -> Attention -> RoutedFeedForward -> ... -> BalancedHead -> Balanced
+    Sequences -> Embedding -> Attention -> RoutedFeedForward -> ... -> BalancedHead
 
 The task makes the model and adds the balance loss (experts/routing.py) to its own. What the layers
 need for it travels with the micro-batch, as `Sequences.balance`: so the balance loss passes stages,
@@ -11,7 +11,7 @@ reported loss includes it: it adds a gradient to the loss, but no value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,24 +70,18 @@ class RoutedFeedForward(FeedForward):
         return x._replace(hidden=hidden, balance=Balance(lengths, targets, total))
 
 
-class Balanced(NamedTuple):
-    """The head's output in training."""
-
-    logits: Tensor
-    added: Tensor  # to the loss, summed over the target tokens
-
-
 class BalancedHead(nn.Module):
-    """A head that returns, with its logits, what the layers add to the loss."""
+    """A head that returns, with its logits, what the layers add to the loss, summed over the target
+    tokens."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
         self.head = head
 
-    def forward(self, x: Sequences) -> Tensor | Balanced:
+    def forward(self, x: Sequences) -> Tensor | tuple[Tensor, Tensor]:
         """The logits alone, where nothing is trained."""
         logits: Tensor = self.head(x)
-        return logits if x.balance is None else Balanced(logits, x.balance.total)
+        return logits if x.balance is None else (logits, x.balance.total)
 
 
 class ExpertTask(SequenceTask):
@@ -116,7 +110,8 @@ class ExpertTask(SequenceTask):
         """The summed loss over the target tokens; what layers add is in its gradient alone."""
         if isinstance(output, Tensor):
             return super().loss(output, target)
-        return super().loss(output.logits, target) + (output.added - output.added.detach())
+        logits, added = output
+        return super().loss(logits, target) + (added - added.detach())
 
     def empty(self) -> tuple[Sequences, Tensor]:
         """A micro-batch of no sequences, and its labels, for a rank that has none left."""
@@ -135,19 +130,11 @@ class ExpertTask(SequenceTask):
         experts += f", shared by {args.ep} ranks" * (args.ep > 1)
         return "\n".join([first, experts, *more])
 
-    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Any]) -> Any:
-        """With the lengths of the sequences."""
-        mine, parts = super()._collate(num_microbatches, drop, mine)
-        cut = map(self._balance, self._cut(mine, num_microbatches))
-        return mine, [
-            (x._replace(balance=balance), labels)
-            for balance, (x, labels) in zip(cut, parts, strict=True)
-        ]
-
-    def _balance(self, examples: Sequence[Encoded]) -> Balance:
+    def balance(self, examples: Sequence[Encoded]) -> Balance:
+        """The lengths of the sequences, and their targets."""
         lengths = torch.tensor([len(example.ids) - 1 for example in examples])
         targets = torch.tensor([example.num_targets for example in examples])
-        return to_device(Balance(lengths, targets, torch.zeros(())), self.device)
+        return Balance(lengths, targets, torch.zeros(()))
 
 
 class TranslationWithExperts(ExpertTask, TranslationTask):

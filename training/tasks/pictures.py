@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from training.files import moving
 from training.launch.errors import UserError, listed
@@ -43,28 +44,19 @@ CLASSES = tuple(TEXTURES)
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures as bytes [N, 3, 32, 32], and their classes [N]."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def fingerprint(self) -> str:
-        """A hash of all pictures and classes, in order."""
-        content = self.images.numpy().tobytes() + self.labels.numpy().tobytes()
-        return hashlib.sha256(content).hexdigest()
-
-
-@dataclass(frozen=True)
 class PictureSets:
-    """A run's training and test pictures, and the names of their classes."""
+    """A run's training and test pictures, as bytes [N, 3, 32, 32] with their classes [N], and the
+    names of the classes."""
 
-    train: Pictures
-    test: Pictures
+    train: TensorDataset
+    test: TensorDataset
     classes: tuple[str, ...]
+
+
+def fingerprint(pictures: TensorDataset) -> str:
+    """A hash of all pictures and classes, in order."""
+    content = b"".join(tensor.numpy().tobytes() for tensor in pictures.tensors)
+    return hashlib.sha256(content).hexdigest()
 
 
 def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -114,8 +106,8 @@ def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
     return images, labels
 
 
-def _as_pictures(images: Any, labels: Any) -> Pictures:
-    return Pictures(torch.from_numpy(images), torch.from_numpy(labels))
+def _as_pictures(images: Any, labels: Any) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
 
 
 def _read(name: str, n_train: int | None, n_test: int | None, shown: bool) -> PictureSets:

@@ -67,7 +67,7 @@ ABOUT = "about.json"  # beside the files of tokens
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
 # Positions of a cache for each position of a micro-batch. A layer keeps 16 numbers of the model's
-# width for backward, and the cache at most 2.5; with recomputation a layer keeps two.
+# width for backward, and the cache 2, or 4 while it grows; with recomputation a layer keeps two.
 CACHED = {"never": 6.0}
 
 
@@ -210,7 +210,8 @@ class SequenceTask(TrainingTask, ABC):
         for part in self._cut(mine, num_microbatches):
             ids, labels, weights = self._batch(part)
             targets = numbers_of_targets(weights)
-            x = Sequences(ids, targets, self._keys(part, drop), starts=self.starts(ids))
+            keys, balance = self._keys(part, drop), self.balance(part)
+            x = Sequences(ids, targets, keys, balance=balance, starts=self.starts(ids))
             parts.append(to_device((x, labels.flatten()[targets]), self.device))
         return mine, parts
 
@@ -224,6 +225,10 @@ class SequenceTask(TrainingTask, ABC):
 
     def starts(self, ids: Tensor) -> Tensor | None:  # noqa: ARG002
         """`Sequences.starts` of token ids [B, T]."""
+        return None
+
+    def balance(self, examples: Sequence[Encoded]) -> Any:  # noqa: ARG002
+        """`Sequences.balance` of the examples of a micro-batch."""
         return None
 
     def _batch(self, examples: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from data_parallel.dataset import even_slices, global_batches, partition_dataset
 from training.launch.errors import parameters
@@ -40,7 +41,7 @@ from training.options import VGG, Options
 from training.tasks.task import stream
 
 from .gpt2 import generator_for, loss_of_targets
-from .pictures import Pictures, PictureSets, to_inputs
+from .pictures import PictureSets, fingerprint, to_inputs
 from .task import Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
@@ -149,9 +150,8 @@ class PictureTask(TrainingTask):
             inputs, targets = [x for x, _ in cut], [y for _, y in cut]
             yield Step(inputs, targets, count, len(numbers), len(numbers))
 
-    def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
-        on_cpu = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
-        images, labels = to_device(on_cpu, self.device)
+    def _to_device(self, pictures: TensorDataset, index: Any) -> tuple[Tensor, Tensor]:
+        images, labels = to_device(pictures[index], self.device)  # bytes [n, 3, 32, 32], [n]
         return to_inputs(images, self.dtype), labels
 
     def validation_batches(
@@ -188,4 +188,4 @@ class PictureTask(TrainingTask):
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the pictures."""
         sets = {"train": self.sets.train, "test": self.sets.test}
-        return {name: pictures.fingerprint() for name, pictures in sets.items()}
+        return {name: fingerprint(pictures) for name, pictures in sets.items()}

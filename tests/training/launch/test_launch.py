@@ -277,7 +277,7 @@ def test_a_rank_of_the_second_host_takes_what_its_own_host_has(
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen)
     monkeypatch.setattr(launcher, "pin", seen)
     with pytest.raises(RunError):
-        launcher._join_torchrun(print, Options(device=device), ())
+        launcher._join_torchrun(launcher.Job(print, Options(device=device), ()))
     assert seen.mock_calls == [call(taken)]
 
 
@@ -294,7 +294,7 @@ def test_a_rank_of_the_second_host_fails_above_the_actions_of_its_own_host(
     said, left = Mock(), Mock()
     for name, mock in (("_run_rank", fail), ("say", said), ("leave", left)):
         monkeypatch.setattr(launcher, name, mock)
-    launcher._join_torchrun(print, Options(), ())
+    launcher._join_torchrun(launcher.Job(print, Options(), ()))
     (error,), (actions,) = (call.args for call in said.mock_calls)
     assert error.startswith("\nrank 3 failed; torchrun ends the others.\nTraceback")
     rows = [row.split()[:2] for row in actions.splitlines()[1:]]
@@ -367,7 +367,8 @@ from training.launch.meeting import meet
 from training.launch.world import World
 from training.options import Options
 
-launch._run_rank(World(1, 2), Options(device="cpu", timeout=0.5), lambda: meet(60.0), print, ())
+job = launch.Job(print, Options(device="cpu", timeout=0.5), ())
+launch._run_rank(World(1, 2), job, lambda: meet(60.0))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from training.launch.errors import UserError
-from training.tasks.pictures import CLASSES, draw, load_pictures, to_inputs
+from training.tasks.pictures import CLASSES, draw, fingerprint, load_pictures, to_inputs
 
 
 def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
@@ -28,10 +28,10 @@ def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
 def test_builtin_sets() -> None:
     sets = load_pictures("builtin", 30, 20)
     assert (len(sets.train), len(sets.test), sets.classes) == (30, 20, CLASSES)
-    assert not torch.equal(sets.train.images[:20], sets.test.images)
+    assert not torch.equal(sets.train[:20][0], sets.test[:][0])
     longer = load_pictures("builtin", 40, 20)
-    assert longer.test.fingerprint() == sets.test.fingerprint()
-    assert longer.train.fingerprint() != sets.train.fingerprint()
+    assert fingerprint(longer.test) == fingerprint(sets.test)
+    assert fingerprint(longer.train) != fingerprint(sets.train)
 
 
 def test_inputs_are_from_minus_two_to_two() -> None:
@@ -53,7 +53,7 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     sets = load_pictures(str(tmp_path / "pictures"), None, 3)
     assert sets.classes == ("cat", "dog")
     assert (len(sets.train), len(sets.test)) == (4, 3)
-    for picture, label in zip(sets.train.images, sets.train.labels, strict=True):
+    for picture, label in zip(*sets.train[:], strict=True):
         assert picture.shape == (3, 32, 32)
         colour = 100 * int(label) + 50
         assert picture[:, 0].unique().tolist() == [colour]
@@ -78,9 +78,10 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     sets = load_pictures("pets", 2, None)
     assert sets.classes == ("cat", "dog")
-    assert sets.train.labels.tolist() == [1, 0] and sets.test.labels.tolist() == [1, 0, 1]
-    assert sets.train.images[0].unique().tolist() == [77]
-    assert sets.train.images[1, :, 5, 9].tolist() == [1, 2, 3]
+    images, labels = sets.train[:]
+    assert labels.tolist() == [1, 0] and sets.test[:][1].tolist() == [1, 0, 1]
+    assert images[0].unique().tolist() == [77]
+    assert images[1, :, 5, 9].tolist() == [1, 2, 3]
     for wrong, word in (
         ({"train": split}, "with the columns img and label; train and test are"),
         ({"train": Dataset.from_dict({"text": []}), "test": split}, "with the columns text; "),
