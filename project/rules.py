@@ -25,7 +25,7 @@ from training.files import CHECKPOINTS
 from training.launch.errors import UserError, counted, first_sentence, torchrun, torchrun_world_size
 from training.launch.world import choose_device, memory_here
 from training.options import VGG, O, Options, spelt
-from training.tasks.gpt2 import PRESETS, gpt2_size
+from training.tasks.gpt2 import PRESETS, gpt2_size, round_vocab
 from training.tasks.tokens import read_tokenizer
 
 from .command_line import is_it
@@ -150,17 +150,20 @@ def rules(args: Options) -> Iterator[Rule]:
     # A resumed run takes the checkpoint's tokenizer: the folder may be gone.
     in_checkpoint = args.resume and checkpoints_in(args.workdir / CHECKPOINTS)
     if args.tokenizer and args.model in PRESETS and not in_checkpoint:
-        check_tokenizer(args.tokenizer)
+        n = size_of_tokenizer(args.tokenizer)
+        yield ("vocab_size tokenizer", n <= (args.vocab_size or n),
+               f"it has {counted(n, 'token')}", f"--vocab_size {round_vocab(n)} works")  # fmt: skip
 
 
-def check_tokenizer(name: str) -> None:
-    """Raises UserError if a tokenizer is not a byte-level BPE: other kinds lack letters, and may
-    join the parts that a text is cut into."""
+def size_of_tokenizer(name: str) -> int:
+    """The number of tokens of a tokenizer. Raises UserError if it is not a byte-level BPE: other
+    kinds lack letters, and may join the parts that a text is cut into."""
     try:
         tokenizer = read_tokenizer(name)
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
         if (decoder or {}).get("type") != "ByteLevel" or len(tokenizer) < 256:
             raise ValueError("its tokens are not made of bytes")
+        return len(tokenizer)
     except Exception as error:  # its readers raise many kinds
         raise UserError(
             f"--tokenizer {name}: neither a folder nor a name on the hub with a byte-level BPE "

@@ -21,6 +21,7 @@ from training.launch.errors import UserError
 from training.launch.world import World
 from training.options import Options
 from training.resume import DECIDE, OF_RATES, find_resume
+from training.tasks.sequences import SequenceTask
 from training.tasks.texts import load_texts
 from training.tasks.tokens import TOKENIZER_FILES
 from training.tasks.translation import TranslationTask
@@ -44,7 +45,7 @@ def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
         patch.setattr(module, "launch", lambda run, _, args: run(World(), args), raising=False)
-        patch.setattr("training.tasks.sequences.steps_of_epoch", begin)
+        patch.setattr(SequenceTask, "config_and_weights", begin)
         patch.setattr(PictureTask, "__init__", begin)
         with pytest.raises(SystemExit) as end:
             run_program(lambda: module.main(parse_options(kind, module.__doc__)))

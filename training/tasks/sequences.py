@@ -98,9 +98,8 @@ class SequenceTask(TrainingTask, ABC):
         with all_cores():  # the threads of `tokenizers` start at their first use
             self.files = world.on_main(lambda: files or self._tokenizer())  # hosts share no folder
             self.tokenizer = load_tokenizer(self.files)
-            # Before the text is tokenized: a vocabulary that is too small is refused at once.
-            self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
             self.examples: Mapping[str, Tokens] = self.chosen(self._tokens(world))
+        self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
         # Pad all to this; None: each micro-batch to its longest sentence.
