@@ -42,7 +42,7 @@ from .tasks.task import to_device
 
 WARMUP = 20  # steps, by default
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
-Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+OnEach = Callable[[Callable[[int], Any]], list[Any]]
 ADVICE = "try a lower --learning_rate, more --warmup_steps or --max_grad_norm 1"
 
 
@@ -103,8 +103,8 @@ class GlobalOptimizer:
         world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
-        map_optimizers: calls a function with the number of each optimizer, as Python's `map` does;
-            by default one after the other.
+        on_each: calls a function with the number of each optimizer, and returns the results; by
+            default here, one after the other.
         make_step: makes one optimizer's step; by default its own.
 
     `steps` is the number of the next step, from 0 over all epochs; `counts` are the last step's,
@@ -118,7 +118,7 @@ class GlobalOptimizer:
         world: World | None = None,
         *,
         counted: Collection[nn.Parameter] | None = None,
-        map_optimizers: Map = map,
+        on_each: OnEach | None = None,
         make_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
     ) -> None:
         self.optimizers = list(optimizers)
@@ -128,7 +128,8 @@ class GlobalOptimizer:
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self.counts = NO_COUNTS
-        self._map, self._make_step = map_optimizers, make_step
+        self._on_each: OnEach = on_each or (lambda work: [*map(work, range(len(optimizers)))])
+        self._make_step = make_step
         self._world = world or World()
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
         # In the order of `ours`, however an optimizer groups them.
@@ -177,7 +178,7 @@ class GlobalOptimizer:
         rank, world_size = self._world.rank, self._world.world_size
         device = self._world.device
         to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
-        by_optimizer = [*self._map(self._norms, range(len(self.optimizers)))]
+        by_optimizer: list[list[Tensor]] = self._on_each(self._norms)
         norms = [to_facts(vector).double() for vectors in by_optimizer for vector in vectors]
         # [squared norm | a loss per rank | counts]: each rank fills in its own; the sum has all.
         facts = to_device(
@@ -223,7 +224,7 @@ class GlobalOptimizer:
 
     def _update(self, factor: float | Tensor) -> None:
         """Clips by a factor, which is a number or still being computed on the GPU, and updates."""
-        list(self._map(partial(self._update_by, factor=factor), range(len(self.optimizers))))
+        self._on_each(partial(self._update_by, factor=factor))
 
     def _update_by(self, i: int, factor: float | Tensor) -> None:
         """Clips and updates the parameters of one optimizer."""

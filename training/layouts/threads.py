@@ -93,9 +93,7 @@ class StagesInThreads(_InOneProcess):
 
     def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
         """All stages update at the same time, each on its worker thread."""
-        return super().global_optimizer(
-            recipe, map_optimizers=lambda work, _: self.pipe.run_on_stages(work), **how
-        )
+        return super().global_optimizer(recipe, on_each=self.pipe.run_on_stages, **how)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
