@@ -25,7 +25,7 @@ training durations", 2024 (its decay by the root).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +42,6 @@ from .tasks.task import to_device
 
 WARMUP = 20  # steps, by default
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
-OnEach = Callable[[Callable[[int], Any]], list[Any]]
 ADVICE = "try a lower --learning_rate, more --warmup_steps or --max_grad_norm 1"
 
 
@@ -103,9 +102,6 @@ class GlobalOptimizer:
         world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
-        on_each: calls a function with the number of each optimizer, and returns the results; by
-            default here, one after the other.
-        make_step: makes one optimizer's step; by default its own.
 
     `steps` is the number of the next step, from 0 over all epochs; `counts` are the last step's,
     summed over all processes.
@@ -118,8 +114,6 @@ class GlobalOptimizer:
         world: World | None = None,
         *,
         counted: Collection[nn.Parameter] | None = None,
-        on_each: OnEach | None = None,
-        make_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
     ) -> None:
         self.optimizers = list(optimizers)
         self.recipe = recipe
@@ -128,8 +122,6 @@ class GlobalOptimizer:
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self.counts = NO_COUNTS
-        self._on_each: OnEach = on_each or (lambda work: [*map(work, range(len(optimizers)))])
-        self._make_step = make_step
         self._world = world or World()
         self._owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
         # In the order of `ours`, however an optimizer groups them.
@@ -178,8 +170,7 @@ class GlobalOptimizer:
         rank, world_size = self._world.rank, self._world.world_size
         device = self._world.device
         to_facts = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
-        by_optimizer: list[list[Tensor]] = self._on_each(self._norms)
-        norms = [to_facts(vector).double() for vectors in by_optimizer for vector in vectors]
+        norms = [to_facts(vector).double() for vector in self._norms()]
         # [squared norm | a loss per rank | counts]: each rank fills in its own; the sum has all.
         facts = to_device(
             torch.tensor([0.0] * (1 + world_size) + list(counts), dtype=torch.float64), device
@@ -214,9 +205,12 @@ class GlobalOptimizer:
             del optimizer.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _norms(self, i: int) -> list[Tensor]:
-        """The norms of the gradients that this process counts, of one optimizer's parameters: a
-        vector per device and type. Waits for no GPU."""
+    def _norms(self) -> list[Tensor]:
+        """The norms of the gradients that this process counts, in the order of its optimizers."""
+        return [norms for i in range(len(self.optimizers)) for norms in self._norms_of(i)]
+
+    def _norms_of(self, i: int) -> list[Tensor]:
+        """Those of one optimizer's parameters, a vector per device and type. Waits for no GPU."""
         alike: dict[Any, list[Tensor]] = {}
         for gradient in _gradients(self._counted[i]):
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -224,7 +218,8 @@ class GlobalOptimizer:
 
     def _update(self, factor: float | Tensor) -> None:
         """Clips by a factor, which is a number or still being computed on the GPU, and updates."""
-        self._on_each(partial(self._update_by, factor=factor))
+        for i in range(len(self.optimizers)):
+            self._update_by(i, factor)
 
     def _update_by(self, i: int, factor: float | Tensor) -> None:
         """Clips and updates the parameters of one optimizer."""
@@ -237,7 +232,11 @@ class GlobalOptimizer:
         for group in optimizer.param_groups:
             # A group may have its own rate, or a multiple of the run's; see `make_optimizer`.
             group["lr"] = group.get("rate", self.rate * group.get("times", 1.0))
-        self._make_step(optimizer)
+        self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's own step. (Sharded layouts do more here.)"""
+        optimizer.step()
 
     def _left_out(self, losses: list[float]) -> str:
         """Counts a step whose loss or gradient is not finite, or that has no target. Returns why it

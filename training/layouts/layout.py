@@ -254,13 +254,16 @@ class LaidOutModel(ABC):
         rank alone. (Programs without ranks do not import `Communicator`.)"""
         return None
 
-    def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
-        """The optimizer of the weights that are held, which acts on all ranks together. `how`: see
-        `GlobalOptimizer`."""
+    def arrange_optimizers(self) -> None:
+        """Decides which rank computes what, if an optimizer needs whole matrices."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
-        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted, **how)
+
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """The optimizer of the weights that are held, which acts on all ranks together."""
+        self.arrange_optimizers()
+        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
 
     def check_replicas(self, when: str) -> None:
         """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
@@ -55,15 +56,13 @@ class Sharded(MeshLayout):
         local = {x.name: x for k in layers for x in self.fsdp.get_local_info(k)}  # tied ones once
         self.held = self.held_in(local.values())
 
-    def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
-        """Its steps are collective: other ranks read these shards."""
-        return super().global_optimizer(
-            recipe, make_step=lambda _: self.fsdp.optimizer_step(), **how
-        )
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """What updates the shards."""
+        self.arrange_optimizers()
+        return OptimizerOfShards(self.fsdp, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """Runs all micro-batches, and meanwhile starts to sum their gradients over ranks."""
-        self.fsdp.zero_grad()  # what a step that was left out has not used
         step = self.filled(step)
         parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # if none: it still gathers
         inputs, targets = [x for x, _ in parts], [target for _, target in parts]
@@ -94,3 +93,24 @@ class Sharded(MeshLayout):
     def state_bytes(self) -> dict[str, int]:
         """The bytes of the shards."""
         return self.fsdp.held_bytes()
+
+
+class OptimizerOfShards(GlobalOptimizer):
+    """Its steps are collective: other ranks read these shards."""
+
+    def __init__(
+        self,
+        fsdp: FullyShardedDataParallel,
+        recipe: Recipe,
+        world: World,
+        counted: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__([fsdp.optimizer], recipe, world, counted=counted)
+        self._fsdp = fsdp
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self._fsdp.zero_grad()
+
+    def _step(self, _: torch.optim.Optimizer) -> None:
+        self._fsdp.optimizer_step()

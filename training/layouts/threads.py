@@ -7,7 +7,7 @@ head run on the first device while all others wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -91,9 +91,10 @@ class StagesInThreads(_InOneProcess):
             for stage, parameters in enumerate(self.pipe.stage_parameters())
         ]
 
-    def global_optimizer(self, recipe: Recipe, **how: Any) -> GlobalOptimizer:
-        """All stages update at the same time, each on its worker thread."""
-        return super().global_optimizer(recipe, on_each=self.pipe.run_on_stages, **how)
+    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
+        """All stages update at the same time."""
+        self.arrange_optimizers()
+        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
@@ -119,6 +120,29 @@ class StagesInThreads(_InOneProcess):
     def close(self) -> None:
         """Ends the worker threads."""
         self.pipe.close()
+
+
+class OptimizerOnWorkers(GlobalOptimizer):
+    """An optimizer per stage of a pipe, each used by its stage's worker thread."""
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        optimizers: Sequence[torch.optim.Optimizer],
+        recipe: Recipe,
+        world: World,
+        counted: Collection[nn.Parameter],
+    ) -> None:
+        super().__init__(optimizers, recipe, world, counted=counted)
+        self._pipe = pipe
+
+    def _norms(self) -> list[Tensor]:
+        return [
+            norms for of_stage in self._pipe.run_on_stages(self._norms_of) for norms in of_stage
+        ]
+
+    def _update(self, factor: float | Tensor) -> None:
+        self._pipe.run_on_stages(partial(self._update_by, factor=factor))
 
 
 class BlocksInThreads(_InOneProcess):
