@@ -111,7 +111,8 @@ class Results:
         self.columns = "epoch", "train loss", "valid. loss", title, " time", *self.task.units
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
-        self.summary: dict[str, Any] = {}  # on rank 0, as are these:
+        self.summary: dict[str, Any] = {}  # on rank 0, as are the next two
+        self.metrics: MetricsFile | None = None
         self.sinks: list[Sink] = []
 
     def say(self, text: str) -> None:
@@ -135,6 +136,7 @@ class Results:
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
+            self.metrics = MetricsFile(args.workdir / METRICS, steps_done)
             self.sinks = _sinks(args, steps_done)  # which may wait for a network
             return aside
 
@@ -164,8 +166,11 @@ class Results:
         self._say_row(f"{steps / self.task.steps_per_epoch:.3g}", "", _number(loss, 3))
 
     def _write_numbers(self, steps: int, epoch: int, **numbers: Any) -> None:
-        for sink in self.sinks:
-            sink({"epoch": epoch, "step": steps, **numbers})
+        numbers = {"epoch": epoch, "step": steps, **numbers}
+        if self.metrics is not None:
+            self.metrics.write(numbers)
+        for sink in self.sinks:  # those that were asked for
+            sink(numbers)
 
     def end_epoch(
         self, epoch: int, steps: int, totals: Totals, validation_loss: float, score: Score
@@ -343,8 +348,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _sinks(args: Options, steps_done: int) -> list[Sink]:
-    """Who gets the numbers of a run. What TensorBoard has after `steps_done` is hidden."""
-    sinks = [_metrics_file(args.workdir / METRICS, steps_done)]
+    """Who else gets the numbers of a run. What TensorBoard has after `steps_done` is hidden."""
+    sinks: list[Sink] = []
     if args.print_steps:
         sinks.append(_printed)
     if args.tensorboard:
@@ -354,25 +359,27 @@ def _sinks(args: Options, steps_done: int) -> list[Sink]:
     return sinks
 
 
-def _metrics_file(path: Path, steps_done: int) -> Sink:
+class MetricsFile:
     """metrics.jsonl. It keeps the lines of the steps that are done, and new ones follow. They are
     the only record of those losses, so a whole new file replaces the old one, which is never
     truncated. The file exists from the first step on."""
 
-    def is_done(line: str) -> bool:
-        """The last line may be cut off. The evaluation after the last step that is done does not
-        count, since a resumed run repeats it."""
-        numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
-        return numbers["step"] + ("loss" not in numbers) <= steps_done
+    def __init__(self, path: Path, steps_done: int) -> None:
+        def is_done(line: str) -> bool:
+            """The last line may be cut off. The evaluation after the last step that is done does
+            not count, since a resumed run repeats it."""
+            numbers = json.loads(line) if line.endswith("}\n") else {"step": math.inf}
+            return numbers["step"] + ("loss" not in numbers) <= steps_done
 
-    def write(numbers: Mapping[str, Any]) -> None:
-        with writing(path), path.open("a", encoding="utf-8") as file:
+        self.path = path
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(True)
+            write_text(path, "".join(filter(is_done, lines)))
+
+    def write(self, numbers: Mapping[str, Any]) -> None:
+        """Appends a line."""
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json_text(numbers, indent=None))
-
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(True)
-        write_text(path, "".join(filter(is_done, lines)))
-    return write
 
 
 def _printed(numbers: Mapping[str, Any]) -> None:
