@@ -112,7 +112,6 @@ class GlobalOptimizer:
         optimizers: Sequence[torch.optim.Optimizer],
         recipe: Recipe,
         world: World | None = None,
-        *,
         counted: Collection[nn.Parameter] | None = None,
     ) -> None:
         self.optimizers = list(optimizers)

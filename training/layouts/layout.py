@@ -160,6 +160,7 @@ class LaidOutModel(ABC):
             writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.
         optimizers: of what this rank holds; each parameter is in one of them.
+        kind_of_optimizer: makes the one that acts on all ranks of these.
         devices: those that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
         stage_sizes: layers, or blocks, of each stage, if there are several.
@@ -182,6 +183,7 @@ class LaidOutModel(ABC):
     ranks: Sequence[int] | None = None
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]
+    kind_of_optimizer: Callable[..., GlobalOptimizer] = GlobalOptimizer
     cut: Sequence[int] | None = None
     stage_sizes: Sequence[int] = ()
 
@@ -254,16 +256,12 @@ class LaidOutModel(ABC):
         rank alone. (Programs without ranks do not import `Communicator`.)"""
         return None
 
-    def arrange_optimizers(self) -> None:
-        """Decides which rank computes what, if an optimizer needs whole matrices."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):
-                optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
-
     def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
         """The optimizer of the weights that are held, which acts on all ranks together."""
-        self.arrange_optimizers()
-        return GlobalOptimizer(self.optimizers, recipe, self.world, counted=self.counted)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):  # it needs whole matrices: which rank computes which?
+                optimizer.arrange(self.held, self.devices[0], self.layer_ranks)
+        return self.kind_of_optimizer(self.optimizers, recipe, self.world, self.counted)
 
     def check_replicas(self, when: str) -> None:
         """Compares what several ranks hold; `when` is for the error, as "at the start". All ranks

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shards import Traits
@@ -16,7 +16,7 @@ from runtime.mesh import Mesh
 from runtime.meta import names_of
 from runtime.recompute import NEVER
 from training.launch.world import World
-from training.optimization import GlobalOptimizer, Recipe
+from training.optimization import GlobalOptimizer
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
@@ -52,14 +52,10 @@ class Sharded(MeshLayout):
             ),
         )  # fmt: skip
         self.optimizers = [self.fsdp.optimizer]
+        self.kind_of_optimizer = partial(OptimizerOfShards, self.fsdp)
         layers = range(len(cut_task.layers))
         local = {x.name: x for k in layers for x in self.fsdp.get_local_info(k)}  # tied ones once
         self.held = self.held_in(local.values())
-
-    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
-        """What updates the shards."""
-        self.arrange_optimizers()
-        return OptimizerOfShards(self.fsdp, recipe, self.world, self.counted)
 
     def backward(self, step: Step) -> Tensor:
         """Runs all micro-batches, and meanwhile starts to sum their gradients over ranks."""
@@ -98,14 +94,8 @@ class Sharded(MeshLayout):
 class OptimizerOfShards(GlobalOptimizer):
     """Its steps are collective: other ranks read these shards."""
 
-    def __init__(
-        self,
-        fsdp: FullyShardedDataParallel,
-        recipe: Recipe,
-        world: World,
-        counted: Collection[nn.Parameter],
-    ) -> None:
-        super().__init__([fsdp.optimizer], recipe, world, counted=counted)
+    def __init__(self, fsdp: FullyShardedDataParallel, *args: Any) -> None:
+        super().__init__(*args)
         self._fsdp = fsdp
 
     def zero_grad(self) -> None:

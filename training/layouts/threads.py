@@ -7,7 +7,7 @@ head run on the first device while all others wait.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,7 +24,7 @@ from runtime.graph import move
 from runtime.meta import names_of
 from runtime.recompute import mode_of
 from training.launch.world import World
-from training.optimization import GlobalOptimizer, Recipe
+from training.optimization import GlobalOptimizer
 from training.options import PIPELINE_MICROBATCHES
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -90,11 +90,7 @@ class StagesInThreads(_InOneProcess):
             setup.optimizer([(names[p], p) for p in parameters], stage)
             for stage, parameters in enumerate(self.pipe.stage_parameters())
         ]
-
-    def global_optimizer(self, recipe: Recipe) -> GlobalOptimizer:
-        """All stages update at the same time."""
-        self.arrange_optimizers()
-        return OptimizerOnWorkers(self.pipe, self.optimizers, recipe, self.world, self.counted)
+        self.kind_of_optimizer = partial(OptimizerOnWorkers, self.pipe)
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
@@ -125,21 +121,13 @@ class StagesInThreads(_InOneProcess):
 class OptimizerOnWorkers(GlobalOptimizer):
     """An optimizer per stage of a pipe, each used by its stage's worker thread."""
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        optimizers: Sequence[torch.optim.Optimizer],
-        recipe: Recipe,
-        world: World,
-        counted: Collection[nn.Parameter],
-    ) -> None:
-        super().__init__(optimizers, recipe, world, counted=counted)
+    def __init__(self, pipe: Pipe, *args: Any) -> None:
+        super().__init__(*args)
         self._pipe = pipe
 
     def _norms(self) -> list[Tensor]:
-        return [
-            norms for of_stage in self._pipe.run_on_stages(self._norms_of) for norms in of_stage
-        ]
+        by_stage = self._pipe.run_on_stages(self._norms_of)
+        return [norms for of_stage in by_stage for norms in of_stage]
 
     def _update(self, factor: float | Tensor) -> None:
         self._pipe.run_on_stages(partial(self._update_by, factor=factor))
