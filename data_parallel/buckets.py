@@ -201,8 +201,7 @@ class GradientBuckets:
         weak = weakref.ref(self)
 
         def tell(p: Tensor, always: bool = False) -> None:
-            buckets = weak()
-            if buckets is not None and (always or buckets._sync):
+            if (buckets := weak()) and (always or buckets._sync):
                 buckets.ready((cast(nn.Parameter, p),))
 
         for bucket in self.buckets:

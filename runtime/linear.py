@@ -140,27 +140,19 @@ class Operands:
     def trained(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def gradient(self, p: nn.Parameter) -> Tensor:
-        """dw, or db where p is the bias: new memory, with the strides of p, as a kernel that
-        updates p may demand."""
+    def added(self, p: nn.Parameter, total: Tensor | None = None) -> Tensor:
+        """The total of p's gradients with dw, or db where p is the bias, added in place. Without a
+        total: new memory, with the strides of p, as a kernel that updates p may demand."""
+        if p is self.weight and self.exchanged and total is not None:
+            return total.add_(self.added(p))
         if p is self.weight and self.dw is not None:
             return self.dw
-        total = torch.empty_like(p.detach())
-        self._add(p, total, fresh=True)
-        return total
-
-    def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
-        """Adds `gradient` of p to `total`."""
-        if p is self.weight and self.exchanged:
-            total.add_(self.gradient(p))
-        else:
-            self._add(p, total, fresh=False)
-
-    def _add(self, p: nn.Parameter, total: Tensor, fresh: bool) -> None:
+        fresh, total = total is None, torch.empty_like(p.detach()) if total is None else total
         if p is self.weight:
             self.product.add_dw(total, self.x, self.dy, fresh)
         else:
             self.product.add_db(total, self.dy, fresh)
+        return total
 
 
 class WeightsLater:
@@ -281,10 +273,7 @@ class WeightsLater:
             product = self.products.pop()
             for p in product.trained:
                 target = self._sums if p in several else self._totals
-                if (total := target.get(p)) is not None:
-                    product.add_gradient(p, total)  # in place
-                else:
-                    target[p] = product.gradient(p)  # new memory, not a view: may be written to
+                target[p] = product.added(p, target.get(p))
 
 
 class _Thread(threading.local):
@@ -454,11 +443,11 @@ class _Multiplied(torch.autograd.Function):
         finish = exchange.start_sum(dx) if exchange is not None and dx is not None else lambda: dx
         at_once = later is None or (exchange is not None and later.at_once)
         if at_once and ctx.needs_input_grad[1]:  # not if it is frozen
-            operands.dw = operands.gradient(weight)  # during the sum
+            operands.dw = operands.added(weight)  # during the sum
         if later is not None:
             later.products.append(operands)
             return finish(), *(None,) * 7
-        db = None if bias is None else operands.gradient(bias)
+        db = None if bias is None else operands.added(bias)
         return finish(), operands.dw, db, *(None,) * 5
 
 

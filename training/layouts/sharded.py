@@ -59,6 +59,7 @@ class Sharded(MeshLayout):
 
     def backward(self, step: Step) -> Tensor:
         """Runs all micro-batches, and meanwhile starts to sum their gradients over ranks."""
+        self.fsdp.zero_grad()  # what a step that was left out has not used
         step = self.filled(step)
         parts = [*map(self.cut_task.input, step.inputs, step.targets)]  # if none: it still gathers
         inputs, targets = [x for x, _ in parts], [target for _, target in parts]
@@ -97,10 +98,6 @@ class OptimizerOfShards(GlobalOptimizer):
     def __init__(self, fsdp: FullyShardedDataParallel, *args: Any) -> None:
         super().__init__(*args)
         self._fsdp = fsdp
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        self._fsdp.zero_grad()
 
     def _step(self, _: torch.optim.Optimizer) -> None:
         self._fsdp.optimizer_step()

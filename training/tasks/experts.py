@@ -130,11 +130,19 @@ class ExpertTask(SequenceTask):
         experts += f", shared by {args.ep} ranks" * (args.ep > 1)
         return "\n".join([first, experts, *more])
 
-    def balance(self, examples: Sequence[Encoded]) -> Balance:
-        """The lengths of the sequences, and their targets."""
+    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Any]) -> Any:
+        """With the lengths of the sequences."""
+        mine, parts = super()._collate(num_microbatches, drop, mine)
+        cut = map(self._balance, self._cut(mine, num_microbatches))
+        return mine, [
+            (x._replace(balance=balance), labels)
+            for balance, (x, labels) in zip(cut, parts, strict=True)
+        ]
+
+    def _balance(self, examples: Sequence[Encoded]) -> Balance:
         lengths = torch.tensor([len(example.ids) - 1 for example in examples])
         targets = torch.tensor([example.num_targets for example in examples])
-        return Balance(lengths, targets, torch.zeros(()))
+        return to_device(Balance(lengths, targets, torch.zeros(())), self.device)
 
 
 class TranslationWithExperts(ExpertTask, TranslationTask):

@@ -209,8 +209,7 @@ class SequenceTask(TrainingTask, ABC):
         for part in self._cut(mine, num_microbatches):
             ids, labels, weights = self._batch(part)
             targets = numbers_of_targets(weights)
-            keys, balance = self._keys(part, drop), self.balance(part)
-            x = Sequences(ids, targets, keys, balance=balance, starts=self.starts(ids))
+            x = Sequences(ids, targets, self._keys(part, drop), starts=self.starts(ids))
             parts.append(to_device((x, labels.flatten()[targets]), self.device))
         return mine, parts
 
@@ -224,10 +223,6 @@ class SequenceTask(TrainingTask, ABC):
 
     def starts(self, ids: Tensor) -> Tensor | None:  # noqa: ARG002
         """`Sequences.starts` of token ids [B, T]."""
-        return None
-
-    def balance(self, examples: Sequence[Encoded]) -> Any:  # noqa: ARG002
-        """`Sequences.balance` of the examples of a micro-batch."""
         return None
 
     def _batch(self, examples: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
