@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
@@ -35,6 +36,7 @@ from tests.equivalence.plain import of_arrays, plain, to_arrays
 from tests.equivalence.table import Row, find
 from tests.odd_layers import FEATURES, ODD, ON_DEVICES, linear
 from tests.pipeline.pipeline_models import (
+    Call,
     assert_close,
     in_one_process,
     square_error,
@@ -203,6 +205,26 @@ def odd_stages(rank: int, _: int) -> dict[str, str]:
 def test_stages_of_odd_layers_on_devices() -> None:
     wrong = ranks(2, NCCL).run(odd_stages)
     assert wrong == [{}, {}], wrong
+
+
+def thread_of_backward(rank: int, _: int) -> bool:
+    torch.cuda.set_device(rank)
+    threads: list[int] = []
+
+    def noted(h: Tensor) -> Tensor:
+        h.register_hook(lambda _: threads.append(get_ident()))
+        return h
+
+    layers = nn.Sequential(nn.Linear(4, 4), Call(noted), nn.Linear(4, 4), Call(noted)).double()
+    with ProcessPipe(layers, (2, 2), f"cuda:{rank}") as pipe:
+        pipe.train_step(*sequences(), square_error)
+    return threads == [get_ident()]
+
+
+@on_device
+def test_the_backward_of_a_stage_runs_on_the_thread_that_calls_it() -> None:
+    """What it computes again finds that thread's state, as the forward did."""
+    assert ranks(2, NCCL).run(thread_of_backward) == [True, True]
 
 
 def ended_groups(rank: int, world_size: int, name: str) -> tuple[list[str], int]:
