@@ -160,7 +160,7 @@ def run_predict(args: argparse.Namespace) -> None:
     model, where = model_and_machine(args)
     layout = layout_of(args.gpus, **{n: getattr(args, n) for n in ("batch_size", *search.NAMES)})
     step, m = PricedStep(model, layout, where), layout.num_microbatches
-    print(f"{parameters(model.parameters)}, {layout.gpus} x {where.name}: "
+    print(f"{parameters(model.parameters)} in matrices, {layout.gpus} x {where.name}: "
           f"{search.options(layout)}, {m} micro-batch{'es' * (m != 1)}\n\n"
           f"{step.seconds:.4g} s per step   {step.tokens_per_second:,.0f} tokens/s   "
           f"{step.tflops:.1f} TFLOP/s per GPU   bubble {step.bubble:.1%}\n\n"
@@ -187,7 +187,7 @@ def run_search(args: argparse.Namespace) -> None:
     gpus = args.gpus or where.gpus_per_node
     best = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
     name, nodes = args.model or "a model", best[0].nodes
-    print(f"{name}, {parameters(model.parameters)}, {args.batch_size} sequences "
+    print(f"{name}, {parameters(model.parameters)} in matrices, {args.batch_size} sequences "
           f"of {model.seq} tokens a step,\n{gpus} x {where.name} on {nodes} "
           f"{'nodes' if nodes > 1 else 'node'}\n\n"
           f"{'seconds':>8} {'between':>16} {'tokens/s':>11} {'GiB':>6}  layout")  # fmt: skip

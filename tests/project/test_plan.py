@@ -71,6 +71,8 @@ def test_the_commands_of_the_documentation(said: Said) -> None:
         f"predict {XL} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
         "--recompute always --zero 1"
     )
+    # XL has 1,557.6 M: positions, norms and biases are left out.
+    assert found.startswith("1,555.0 M parameters in matrices, 16 x ")
     assert "\nIt fits: it needs " in found and "\n      1 " in found and "\n      2 " not in found
     found = said(
         "simulate --stages 8 --num_microbatches 24 --forward 10 --backward_input 9 "
