@@ -116,6 +116,27 @@ def test_a_product_that_a_backward_computes_again(kind: Any) -> None:
     torch.testing.assert_close(found, [*expected], rtol=0, atol=1e-13)
 
 
+def test_a_layer_that_differentiates_in_an_evaluation_keeps_nothing() -> None:
+    dense = nn.Linear(4, 4).double()
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def force(x: Tensor) -> Tensor:
+        assert all(ref() is None for ref in inputs)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            inputs.append(weakref.ref(x))
+            return torch.autograd.grad(dense(x.sin()).sum(), x)[0]
+
+    layer = Call(lambda x: force(force(x)))
+    layer.dense = dense
+    gc.disable()  # references alone must do
+    try:
+        with WeightsMayWait([dense]), torch.no_grad():
+            Stage(0, nn.Sequential(layer), CPU).forward(0, batch(8)[0])
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("deliver", [None, dict.clear], ids=["one graph", "by layer"])
 def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(deliver: Any) -> None:
     """y = x + p: the gradients of p, of q and of x are one tensor, and sums are written to."""
