@@ -163,10 +163,10 @@ class WeightsLater:
     micro-batches.
 
     Inside `with later:` the products of this thread leave their weights' gradients for later: the
-    first half of a backward appends to `products`. A parameter with several gradients in the micro-batch (from
-    several products, or from a product and something else) has them added up in `sums` first. So
-    each parameter has one sum per micro-batch, in the order of the backward, whenever the halves
-    run.
+    first half of a backward appends to `products`. A parameter with several gradients in the
+    micro-batch (from several products, or from a product and something else) has them added up in
+    `sums` first. So each parameter has one sum per micro-batch, in the order of the backward,
+    whenever the halves run.
 
     Args:
         parameters: of the layers; those that are trained.
