@@ -54,6 +54,10 @@ from runtime.recorder import Recorder, acting
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
+UNFINISHED = (
+    "call finish() after each backward, also one that has failed, or accumulate inside no_sync()"
+)
+
 
 class Bucket:
     """Parameters whose gradients are exchanged together. Each kind of bucket has its own exchange.
@@ -189,6 +193,8 @@ class GradientBuckets:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward accumulates gradients locally and sends nothing."""
+        if any(bucket.started for bucket in self.buckets):  # inside, only few gradients tell
+            raise RuntimeError(UNFINISHED)
         before, self._sync = self._sync, False
         try:
             yield
@@ -217,10 +223,7 @@ class GradientBuckets:
         for p in parameters:
             bucket = self._bucket_of[p]
             if bucket.started:
-                raise RuntimeError(
-                    "call finish() after each backward, also one that has failed, or accumulate "
-                    "inside no_sync()"
-                )
+                raise RuntimeError(UNFINISHED)
             if not self._sync:
                 if p is bucket.parameters[-1]:  # most often the last to come
                     bucket.adopt()  # else the gradients' own memory stays, too

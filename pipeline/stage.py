@@ -237,7 +237,7 @@ class Stage:
             with self._draws.of(part.first_layer + k, i, self.checked or runs_again):
                 return layer(value)
 
-        with later:
+        with later if torch.is_grad_enabled() else nullcontext():  # else there is no backward
             value = guarded(value, layers, later.leaves, runs_again, self.checked, run)
         later.products.clear()  # from a layer that differentiates inside its forward
         return value

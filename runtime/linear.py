@@ -19,7 +19,8 @@ Where dy is found. A product by one whole matrix is torch's own, by a weight tha
 gradient at that moment; backward asks autograd for the gradient of y, too, which it hands over in
 passing. So no Python runs inside that backward. Products of experts, and those that exchange
 something with other ranks, have an autograd function, `_Multiplied`. Products inside
-`torch.utils.checkpoint`, which must not keep x, do not wait.
+`torch.utils.checkpoint`, which must not keep x, do not wait; nor do those in autograd functions,
+which differentiate them by themselves.
 
 During a step `WeightsMayWait` gives `nn.Linear` and transformers' `Conv1D` a forward that calls
 `linear`. A `Product` need not be by one matrix: that of experts is by several.
@@ -34,7 +35,9 @@ the parameters (as torch.distributed.pipelining does): they compute much of the 
 microsecond, and does not see into autograd functions, such as those of cut layers.
 
 Cost: x and dy of every product are held between the halves. (Backward held x anyway; it is gathered
-if it was scattered.)
+if it was scattered.) From forward to backward a product is held, with the graph before it, even if
+the layer has dropped its result, as when it differentiates inside without create_graph. Inside, a
+layer can differentiate by activations, but not by the weights of products: they seem unused.
 
 Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in pipeline/schedules/.
 Adding products directly to the sum: Megatron-LM's gradient accumulation fusion.
@@ -159,11 +162,11 @@ class WeightsLater:
     """The gradients of one micro-batch in some layers, on their way to the totals over
     micro-batches.
 
-    Inside `with later:` the products of this thread leave their weights' gradients for later: their
-    backwards append to `products`. A parameter with several gradients in the micro-batch (from
-    several products, or from a product and something else) has them added up in `sums` first. So
-    each parameter has one sum per micro-batch, in the order of the backward, whenever the halves
-    run.
+    Inside `with later:` the products of this thread leave their weights' gradients for later: the
+    first half of a backward appends to `products`. A parameter with several gradients in the
+    micro-batch (from several products, or from a product and something else) has them added up in
+    `sums` first. So each parameter has one sum per micro-batch, in the order of the backward,
+    whenever the halves run.
 
     Args:
         parameters: of the layers; those that are trained.
@@ -205,10 +208,14 @@ class WeightsLater:
             self._casts[parameter] = narrowed(parameter.detach())
         return self._casts[parameter]
 
-    def may_note(self) -> bool:
-        """Whether x may be kept, and its dy asked for: not where a forward runs again."""
+    def may_note(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether x may be kept, and its dy asked for: not where a forward runs again, nor in an
+        autograd function, which differentiates it by itself. Nor for another layer's parameter,
+        which `guarded` must find in the graph."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is None and not self._in_backward
+        in_function = not torch._C._is_fwd_grad_enabled()  # the only sign of it
+        own = weight in self.leaves and (_if_trained(bias) is None or bias in self.leaves)
+        return hooks is None and own and not (in_function or self._in_backward)
 
     def multiplied(
         self, product: OneMatrix, x: Tensor, w: Tensor, b: Tensor | None, weight: Any, bias: Any
@@ -226,7 +233,11 @@ class WeightsLater:
         node: Any = y.grad_fn  # it has one, since x has
         operands = Operands(product, weight, _if_trained(bias), rows.detach(), exchanged=False)
         self._awaited.append((operands, GradientEdge(node, 0), w, rows._version))
-        return y.view(*x.shape[:-1], y.size(1))
+        shape = *x.shape[:-1], y.size(1)
+        # A node apart, for hooks: what is captured at `node` is before those of y. And a view only
+        # where F.linear returns one: a write to a view drops the hooks that it had.
+        is_view = b is not None and x.dim() > 2
+        return y.view(shape) if is_view else torch.ops.aten._unsafe_view(y, shape)
 
     def first_half(
         self,
@@ -290,7 +301,8 @@ def linear(
 ) -> Tensor:
     """x w + b, [..., K] to [..., N]. Inside `WeightsLater` the backward leaves the gradients of
     parameters for later. (Not if x is a single vector, the numbers are complex, the weight is no
-    parameter, the bias is spread over several features, or torch.func differentiates.)
+    parameter of the layers, the bias is spread over several features, torch.func differentiates, or
+    `may_note` says no.)
 
     Args:
         weight: [K, N]; `transposed`: [N, K].
@@ -308,7 +320,7 @@ def multiplied(
     """
     later = _later_of(x, weight, bias)
     whole = product if exchange is None and isinstance(product, OneMatrix) else None
-    if whole and (later is None or not later.may_note()):
+    if whole and (later is None or not later.may_note(weight, bias)):
         return whole.y(x, weight, bias)
     w, b = weight, bias  # perhaps cast below; weight, bias: the parameters themselves
     if is_autocast(x):

@@ -136,6 +136,18 @@ def test_a_local_backward_leaves_its_gradients_in_the_buckets(_rank: int, _world
     ddp.average_gradients()
 
 
+def test_a_local_backward_after_an_unfinished_one_is_refused() -> None:
+    """Also one that leaves out the first layer, whose gradient is the last to come."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = in_backward_order([*first.parameters(), *second.parameters()])
+    buckets = GradientBuckets([SummedBucket(group, Communicator()) for group in groups])
+    buckets.watch()
+    second(first(torch.ones(1, 2))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^call finish\(\) after each"), buckets.no_sync():
+        second(torch.ones(1, 2)).sum().backward()
+    buckets.finish()
+
+
 @on_ranks(3)
 def test_a_group_may_be_smaller_than_the_world(rank: int, _: int) -> None:
     group = dist.new_group([1, 2])  # all ranks make it

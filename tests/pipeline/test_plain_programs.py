@@ -105,6 +105,57 @@ def first_in_place() -> list[nn.Module]:
     return [nn.Hardtanh(inplace=True), nn.Conv1d(3, 3, 1), nn.Tanh()]
 
 
+class Kept(torch.autograd.Function):
+    """Makes a graph of its own, and differentiates it by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear, *parameters: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.y = layer(x)
+        ctx.inputs = x, *parameters
+        y: Tensor = ctx.y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *others = torch.autograd.grad(ctx.y, ctx.inputs, dy, True, allow_unused=True)
+        return dx, None, *others
+
+
+class InFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Kept.apply(x, self.fc, *self.fc.parameters())
+        return y
+
+
+class WrittenTo(nn.Module):
+    """The results of a product have hooks, and are written to between these."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        for factor in (2, 5):
+            if y.requires_grad:
+                y.register_hook(lambda g, factor=factor: factor * g)
+            y.mul_(3)
+        return x + y
+
+
+def written_to() -> list[nn.Module]:
+    """Rows, T C and with no other dimension; with a bias, which makes rows T C a view, or not."""
+    apart, joined = (Call(lambda x: x.flatten(0, 1)), Call(lambda x: x.view(-1, 3, 4)))
+    layers = [WrittenTo(bias) for bias in (False, True) * 2]
+    return [linear(), *layers[:2], apart, *layers[2:], joined, linear()]
+
+
 Case = tuple[Callable[[], list[nn.Module]], tuple[int, ...] | None]  # None: in the middle
 SAME: dict[str, Case] = {
     "relu": (lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True)], (2, 2)),
@@ -120,6 +171,8 @@ SAME: dict[str, Case] = {
         lambda: handing_on(lambda x: {"last_hidden_state": x, "more": SimpleNamespace(name="a")}),
         (2, 2),
     ),
+    "a graph inside a function": (lambda: [linear(), InFunction(), nn.Tanh(), InFunction()], None),
+    "results with hooks, written to": (written_to, None),
     "what nobody needs": (lambda: [Fork(), Call(join), linear()], (1, 2)),
     "an attribute within a stage": (lambda: [*skipping(), linear()], (4, 1)),
     "a sparse embedding, tied within a stage": (sparse_and_tied, (4, 1)),
@@ -157,6 +210,18 @@ class Plain:
 def anothers_parameter() -> list[nn.Module]:
     first = linear()
     return [first, nn.Tanh(), Call(lambda h: h @ first.weight), nn.Tanh()]
+
+
+def anothers_layer() -> list[nn.Module]:
+    first = nn.Linear(4, 4, bias=False)
+    return [first, nn.Tanh(), Call(lambda h: first(h)), nn.Tanh()]
+
+
+def anothers_bias() -> list[nn.Module]:
+    first, second = linear(), linear()
+    mixed = Call(lambda h: torch.func.functional_call(second, {"bias": first.bias}, (h,)))
+    mixed.fc = second
+    return [first, nn.Tanh(), mixed, nn.Tanh()]
 
 
 def later() -> list[nn.Module]:
@@ -207,6 +272,8 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
+    "another's layer": (anothers_layer, (2, 2), STRANGE.format(r"2 \(Call\)")),
+    "another's bias": (anothers_bias, (2, 2), STRANGE.format(r"2 \(Call\)")),
     "a write to what a product needs": (
         lambda: [linear(), Overwritten()], (1, 1),
         r"^a \(\d+, 4\) tensor that the backward of a product needs has been modified by an inpl",

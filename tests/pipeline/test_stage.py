@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.pipe import Pipe
@@ -53,12 +54,14 @@ def test_no_python_runs_in_the_backward_of_a_product(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(linear._Multiplied, "backward")
     seen: list[bool] = []
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    outputs: list[weakref.ref[Tensor]] = []
-    inner[1].register_forward_hook(lambda _, __, h: outputs.append(weakref.ref(h)))
+    memories: list[StorageWeakRef] = []
+    inner[1].register_forward_hook(
+        lambda _, __, h: memories.append(StorageWeakRef(h.untyped_storage()))
+    )
     stage = Stage(
         0, nn.Sequential(inner), CPU, num_microbatches=1,
         deliver=lambda sums: seen.extend(
-            [outputs[0]() is None, *(g.requires_grad for g in sums.values())]
+            [memories[0].expired(), *(g.requires_grad for g in sums.values())]
         ),
     )  # fmt: skip
     x = batch(8)[0].requires_grad_()
@@ -114,6 +117,27 @@ def test_a_product_that_a_backward_computes_again(kind: Any) -> None:
     hand_over(stage.take_gradients())  # a backward inside the backward has its own in p.grad
     found = [dx, *(p.grad for p in dense.parameters())]
     torch.testing.assert_close(found, [*expected], rtol=0, atol=1e-13)
+
+
+def test_a_layer_that_differentiates_in_an_evaluation_keeps_nothing() -> None:
+    dense = nn.Linear(4, 4).double()
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def force(x: Tensor) -> Tensor:
+        assert all(ref() is None for ref in inputs)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            inputs.append(weakref.ref(x))
+            return torch.autograd.grad(dense(x.sin()).sum(), x)[0]
+
+    layer = Call(lambda x: force(force(x)))
+    layer.dense = dense
+    gc.disable()  # references alone must do
+    try:
+        with WeightsMayWait([dense]), torch.no_grad():
+            Stage(0, nn.Sequential(layer), CPU).forward(0, batch(8)[0])
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("deliver", [None, dict.clear], ids=["one graph", "by layer"])
