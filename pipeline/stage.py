@@ -62,7 +62,7 @@ class _Part:
         named = ((f"layer {k} ({type(m).__name__})", m) for k, m in enumerate(layers, first_layer))
         self.layers: dict[str, Callable[[Any], Any]] = dict(named)
         trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
-        self.parameters = list(dict.fromkeys(trained))
+        self.parameters = dict.fromkeys(trained)  # in their order, each once
 
     def state(self) -> list[int]:
         """What a second forward must find as the first did."""

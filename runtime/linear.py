@@ -169,7 +169,7 @@ class WeightsLater:
     whenever the halves run.
 
     Args:
-        parameters: of the layers; those that are trained.
+        parameters: of the layers; the keys are those that are trained.
         totals: over micro-batches.
         sums: of the micro-batch.
         shared: parameters that get gradients elsewhere, too; theirs are added up in `sums` as well.
@@ -182,13 +182,13 @@ class WeightsLater:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[Any, None],
         totals: Gradients,
         sums: Gradients,
         shared: Collection[nn.Parameter],
         casts: dict[Tensor, Tensor],
     ) -> None:
-        self.leaves: dict[Tensor, None] = dict.fromkeys(parameters)
+        self.leaves: dict[Tensor, None] = {**parameters}  # faster than by hashing each anew
         self.products: list[Operands] = []
         self.at_once = True
         self._parameters = parameters
@@ -284,7 +284,10 @@ class WeightsLater:
             product = self.products.pop()
             for p in product.trained:
                 target = self._sums if p in several else self._totals
-                target[p] = product.added(p, target.get(p))
+                total = target.get(p)
+                new = product.added(p, total)  # in place, if there is a total
+                if total is None:
+                    target[p] = new
 
 
 class _Thread(threading.local):
@@ -469,13 +472,15 @@ def add_gradients(totals: Gradients, new: Gradients) -> None:
     A first gradient is copied: totals are written to, and its memory may be another gradient's too.
     (Autograd hands the same tensor to both terms of a sum.) A total has its parameter's strides.
     """
-    known = [p for p in new if p in totals]
-    for p in known:
-        if totals[p].is_sparse and not new[p].is_sparse:  # a table, this time used as a whole, too
-            totals[p] = torch.zeros_like(p.detach()).add_(totals[p])
-    if known:
-        torch._foreach_add_([totals[p] for p in known], [new[p] for p in known])
+    pairs: list[tuple[Tensor, Tensor]] = []  # a total, and what is added to it
     for p, gradient in new.items():
-        if p not in totals:
+        total = totals.get(p)
+        if total is None:
             dense = not gradient.is_sparse  # an embedding's may be
             totals[p] = torch.empty_like(p).copy_(gradient) if dense else gradient.clone()
+            continue
+        if total.is_sparse and not gradient.is_sparse:  # a table, this time used as a whole, too
+            totals[p] = total = torch.zeros_like(p.detach()).add_(total)
+        pairs.append((total, gradient))
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
