@@ -92,7 +92,7 @@ class DistributedDataParallel(nn.Module):
 
     All ranks must construct it together, with the same module. Buffers are sent once, with the
     parameters; later writes to them (the averages of a batch norm) stay on their rank. A hook on a
-    gradient sees this rank's, before the mean: one that is not linear, as a clip, sees too little.
+    gradient sees this rank's gradient, before the mean: clipping there does not clip the mean.
 
     Args:
         module: already on its device.

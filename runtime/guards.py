@@ -82,7 +82,7 @@ class ForeignLeaves:
 
     Args:
         inputs: what the first layer gets. What lies before it is not looked at.
-        known: the only leaves that the graph may have; there may be more of them by and by.
+        known: the only leaves that the graph may have; may grow between two calls of `refuse`.
     """
 
     def __init__(self, inputs: Any, known: Container[Tensor]) -> None:
@@ -113,8 +113,12 @@ class ForeignLeaves:
 
 @contextmanager
 def buffers_unchanged(layers: Mapping[nn.Module, str], why: str) -> Iterator[None]:
-    """ValueError if one of the layers, given with their names, writes to a buffer inside: `why`
-    that is wrong, and what to take."""
+    """ValueError if one of the layers writes to a buffer inside.
+
+    Args:
+        layers: with the names that the message uses.
+        why: the end of the message: why the write is wrong, and what to take instead.
+    """
     before = {(layer, key): b.clone() for layer in layers for key, b in layer.named_buffers()}
     yield
     for layer, name in layers.items():
@@ -149,8 +153,12 @@ def refuse_to_detach(value: Any, who: str) -> None:
 
 
 def refuse_to_separate(names: Mapping[Tensor, str], why: str) -> None:
-    """ValueError if a parameter shares memory with another or with a buffer; all are given with
-    their names. `why` it would not afterwards."""
+    """ValueError if a parameter shares memory with another, or with a buffer.
+
+    Args:
+        names: of all parameters and buffers.
+        why: what would take them apart, such as "each would be sharded by itself".
+    """
     for pair in pairs_in_one_memory(names):
         if any(isinstance(t, nn.Parameter) for t in pair):
             raise ValueError(

@@ -154,7 +154,7 @@ class ProcessPipe:
         self._shared = {m: name for m, name in shared.items() if m in own}
         self._uncalled = [*holders(layers), self.module]
         self._waiting = WeightsMayWait([self.module])
-        self._calls = Counter[bool]()  # of `forward`, and of `train_step`
+        self._calls = Counter[bool]()  # by grad mode: `train_step` has it, `forward` has not
         self._recompute = recompute
         names = names_of(layers if model is None else model)
         refuse_to_separate(names, "each rank would have its own")
@@ -302,7 +302,7 @@ class ProcessPipe:
 
     @torch.no_grad()
     def _begin_alike(self) -> None:
-        """Tied parameters begin with the values of their first rank."""
+        """Tied parameters begin with the values of their first rank: a sum with this one term."""
         tied = {name: p for name, p in self.named_parameters().items() if name in self._tied}
         own = {name: p for name, p in tied.items() if self._tied[name][0] == self.rank}
         with self._step():

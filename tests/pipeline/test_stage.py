@@ -138,6 +138,7 @@ def test_a_layer_that_differentiates_in_an_evaluation_keeps_nothing() -> None:
             Stage(0, nn.Sequential(layer), CPU).forward(0, batch(8)[0])
     finally:
         gc.enable()
+    assert len(inputs) == 2
 
 
 @pytest.mark.parametrize("deliver", [None, dict.clear], ids=["one graph", "by layer"])

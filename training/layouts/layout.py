@@ -160,7 +160,7 @@ class LaidOutModel(ABC):
             writes those of all.
         ranks: the rank or device of each stage, if each has several stages; else None.
         optimizers: of what this rank holds; each parameter is in one of them.
-        kind_of_optimizer: makes the one that acts on all ranks of these.
+        kind_of_optimizer: makes a `GlobalOptimizer` of them.
         devices: those that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
         stage_sizes: layers, or blocks, of each stage, if there are several.

@@ -95,8 +95,8 @@ class Sharded(MeshLayout):
 class OptimizerOfShards(GlobalOptimizer):
     """Its steps are collective: other ranks read these shards."""
 
-    def __init__(self, fsdp: FullyShardedDataParallel, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, fsdp: FullyShardedDataParallel, *given: Any) -> None:
+        super().__init__(*given)  # what every kind is given
         self._fsdp = fsdp
 
     def _step(self, _: torch.optim.Optimizer) -> None:

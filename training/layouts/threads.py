@@ -121,8 +121,8 @@ class StagesInThreads(_InOneProcess):
 class OptimizerOnWorkers(GlobalOptimizer):
     """An optimizer per stage of a pipe, each used by its stage's worker thread."""
 
-    def __init__(self, pipe: Pipe, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, pipe: Pipe, *given: Any) -> None:
+        super().__init__(*given)  # what every kind is given
         self._pipe = pipe
 
     def _norms(self) -> list[Tensor]:
