@@ -68,18 +68,19 @@ class Batches:
 
     rank: int
     world_size: int
-    dataset: Sequence[Any]
+    dataset: Any
     batch_size: int
     seed: int
-    key: Callable[[Sequence[int]], Any] | None
+    by_length: bool
     start: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        n, size, key = len(self.dataset), self.batch_size, self.key
+        n, size = len(self.dataset), self.batch_size
         batches = global_batches(n, size, self.seed, self.start)
         for number, batch in enumerate(batches, self.start):
-            if key is not None:
-                batch = [batch[i] for i in np.argsort(key(batch), kind="stable")]
+            if self.by_length:
+                lengths, _ = self.dataset.sizes(batch)
+                batch = [batch[i] for i in np.argsort(lengths, kind="stable")]
             first = number * size
             # Rank r has the places r, r + W, r + 2 W, ... of the epoch.
             if share := list(batch[(self.rank - first) % self.world_size :: self.world_size]):
@@ -99,7 +100,7 @@ def partition_dataset(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     *,
     seed: int = 1234,
-    key: Callable[[Sequence[int]], Any] | None = None,
+    by_length: bool = False,
     start: int = 0,
 ) -> DataLoader[Any]:
     """The batches of one rank in an epoch.
@@ -109,8 +110,9 @@ def partition_dataset(
             if the world size does not divide it, some hold one more.
         collate_fn: makes a batch from a list of examples.
         seed: of the shuffle.
-        key: sort each global batch by key(its indices), e.g. the examples' lengths, before dealing,
-            so that all ranks get similar examples. By default the batch stays shuffled.
+        by_length: sort each global batch by length before dealing, so that all ranks get similar
+            examples: `dataset.sizes(its indices)` returns the lengths, and something else. By
+            default the batch stays shuffled.
         start: the number of the first batch, for a resumed run.
 
     A rank without an example in the last, smaller batch has one batch less.
@@ -126,7 +128,7 @@ def partition_dataset(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size} ranks: they are 0 to {world_size - 1}")
     data: Any = dataset
-    batches: Any = Batches(rank, world_size, dataset, batch_size, seed, key, start)
+    batches: Any = Batches(rank, world_size, dataset, batch_size, seed, by_length, start)
     # Its own generator: a DataLoader draws a seed even without workers, and dropout must not
     # depend on how often the run was resumed.
     return DataLoader(

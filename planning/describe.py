@@ -187,7 +187,7 @@ class Layout:
         """The fewest nodes of at most `most` GPUs that share the GPUs equally. Raises ValueError if
         these are more than twice as many nodes as could hold them."""
         fewest = -(-self.gpus // most)
-        nodes = next(n for n in range(fewest, self.gpus + 1) if self.gpus % n == 0)
+        nodes = min(n for n in divisors(self.gpus) if n >= fewest)
         if nodes > 2 * fewest:
             raise ValueError(
                 f"gpus {self.gpus}: nodes of {most} cannot share them equally; "
@@ -230,6 +230,12 @@ class Layout:
                 given = ((TRAIN_NAMES.get(name, name), values[name]) for name in names.split())
                 words = " ".join(f"--{name} {value}" for name, value in given)
                 raise ValueError(f"{words}: {rule}; {instead}")
+
+
+def divisors(number: int) -> list[int]:
+    """All numbers that divide it, from 1 on."""
+    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
 
 
 def _up(number: int, of: int) -> int:

@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any, get_type_hints
 
 from .cost import PricedStep
-from .describe import MODELS, RANKS, Layout, Machine, Model
+from .describe import MODELS, RANKS, Layout, Machine, Model, divisors
 from .passes import group
 
 NAMES = tuple(
@@ -48,11 +48,6 @@ REASONS = {
     "exchange": "{share} of the step waits for the exchange of gradients",
     "update": "{share} of the step is the optimizer's",
 }
-
-
-def divisors(number: int) -> list[int]:
-    """All numbers that divide it, from 1 on."""
-    return [k for k in range(1, number + 1) if number % k == 0]
 
 
 def layouts(

@@ -44,7 +44,7 @@ from tests.project.programs import ROOT
         ("schedule --times run --transfer 1", "--times run --transfer: the run has measured it; "),
         ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
         ("search --model gpt2-mini --gpus 7 --batch_size 5", "--batch_size 7 works"),
-        ("search --model gpt2 --gpus 13 --batch_size 5", "gpus 13: nodes of 8 cannot share them"),
+        ("search --model gpt2 --gpus 3999999979 --batch_size 5", "9979: nodes of 8 cannot"),
     ],
 )  # fmt: skip
 def test_a_mistake_gets_one_sentence(words: str, message: str, refusal: Refusal) -> None:

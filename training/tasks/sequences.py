@@ -189,7 +189,7 @@ class SequenceTask(TrainingTask, ABC):
         loader = partition_dataset(
             dp_rank, dp_size, examples, size,
             partial(self._collate, num_microbatches, drop), seed=seed,
-            key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
+            by_length=self.length is None, start=start,
         )  # sorted if lengths differ  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for batch, (mine, micro_batches) in zip_longest(dealt, loader, fillvalue=nothing):
