@@ -55,7 +55,8 @@ from runtime.recorder import Recorder, acting
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 UNFINISHED = (
-    "call finish() after each backward, also one that has failed, or accumulate inside no_sync()"
+    "call finish() after each backward, also one that has failed, or accumulate inside no_sync(); "
+    "in one backward each weight is ready once: checkpoints of one weight need use_reentrant=False"
 )
 
 

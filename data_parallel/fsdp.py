@@ -100,7 +100,8 @@ class FullyShardedDataParallel:
     Args:
         layers: run one after the other. Those on the meta device get their values from `init`, the
             others have those of rank 0. From then on parameters have memory only while their layer
-            computes.
+            computes: an autograd function of a layer hands its weights to `save_for_backward`, and
+            keeps none as an attribute.
         make_optimizer: gets what this rank holds of each trained parameter, a flat tensor, with the
             parameter's name; see `shards.MakeOptimizer`.
         names: of the parameters, and of buffers on the meta device; by default those of
@@ -143,10 +144,11 @@ class FullyShardedDataParallel:
     ) -> None:
         if zero not in (2, 3):
             raise ValueError(f"zero must be 2 or 3, and is {zero}; ZeRO 1 is zero1.py")
+        self.communicator = Communicator(group or dist.group.WORLD)  # first: it refuses copies
+        self.group = self.communicator.group
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
         self.recorder = recorder
-        self.group = group or dist.group.WORLD
         if isinstance(layers, nn.Sequential):
             refuse_own_forward(layers)
             refuse_hooks([layers])
@@ -158,8 +160,7 @@ class FullyShardedDataParallel:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the layers have no parameter that requires a gradient")
         refuse_other_tensors(model.named_parameters(), [self.group, replicas])
-        self.communicator, pool = Communicator(self.group), private_pool(self.device)
-        self.replicas = Communicator(replicas)
+        self.replicas, pool = Communicator(replicas), private_pool(self.device)
         self._communicators = {self.group: self.communicator}
         self.units: list[ShardedUnit] = []
         plans, places = plan_units(layers, names, traits)

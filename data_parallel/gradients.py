@@ -91,8 +91,9 @@ class DistributedDataParallel(nn.Module):
     """Keeps `module` the same on all ranks.
 
     All ranks must construct it together, with the same module. Buffers are sent once, with the
-    parameters; later writes to them (the averages of a batch norm) stay on their rank. A hook on a
-    gradient sees this rank's gradient, before the mean: clipping there does not clip the mean.
+    parameters; later writes to them (the averages of a batch norm) stay on their rank. So would a
+    layer's writes to its parameters: no embedding may have `max_norm`. A hook on a gradient sees
+    this rank's gradient, before the mean: clipping there does not clip the mean.
 
     Args:
         module: already on its device.
@@ -116,15 +117,14 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = group
+        self.communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
         tensors = *module.named_parameters(), *module.named_buffers()
-        refuse_other_tensors(tensors, [group or dist.group.WORLD])
+        refuse_other_tensors(tensors, [self.communicator.group])
         self.broadcast_params()
         self._trained = {p for p in module.parameters() if p.requires_grad}
-        communicator = Communicator(group or dist.group.WORLD, comm_dtype=comm_dtype)
-        groups = in_backward_order(module.parameters(), bucket_bytes)
+        groups, size = in_backward_order(module.parameters(), bucket_bytes), self.communicator.size
         self.buckets = GradientBuckets(
-            [SummedBucket(group, communicator, communicator.size) for group in groups], recorder
+            [SummedBucket(group, self.communicator, size) for group in groups], recorder
         )
         self.buckets.watch()
 
@@ -141,7 +141,8 @@ class DistributedDataParallel(nn.Module):
             # bytes, since gloo does not send every dtype
             plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in alike]
             flat = torch.cat([t.flatten().view(torch.uint8) for t in plain])
-            dist.broadcast(flat, group=self.group, group_src=0)  # overwrites all but rank 0's
+            # overwrites all but rank 0's
+            dist.broadcast(flat, group=self.communicator.group, group_src=0)
             copy_back(flat.view(alike[0].dtype), alike)
 
     def average_gradients(self) -> None:

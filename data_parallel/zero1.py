@@ -71,10 +71,12 @@ class ScatteredBucket(Bucket):
         super().__init__(trained, flat, unit.views(flat), communicator)
 
     def start_exchange(self) -> None:
-        if [p.data_ptr() for p in self.parameters] != self._places:
+        places = [p.requires_grad and p.data_ptr() for p in self.parameters]
+        if places != self._places:
             raise RuntimeError(
-                "the data of a parameter were replaced, and would miss the updates: write into the "
-                "parameter, e.g. p.data.copy_(new), or make a new ShardedOptimizer"
+                "a parameter was frozen, and would still be updated, or its data were replaced, "
+                "and would miss the updates: write into the parameter, e.g. p.data.copy_(new), or "
+                "make a new ShardedOptimizer"
             )
         self.fill()
         self.finish_sum = self.communicator.start_reduce_scatter(self.flat, 0, self.part)
@@ -103,8 +105,9 @@ class ShardedOptimizer:
 
     Args:
         parameters: of this rank, by name, all trained, the same on all ranks of the communicator.
-            Their data, those of the first rank, move into the flat tensors. One without a gradient
-            counts as having zeros: AdamW lets it decay.
+            Their data, those of the first rank, move into the flat tensors. No layer may write to
+            them, as an embedding with `max_norm` does: only the writes of the rank that updates a
+            part would stay. One without a gradient counts as having zeros: AdamW lets it decay.
         make_optimizer: see `shards.MakeOptimizer`.
         kind: of a name; parameters of different kinds go into different flat tensors.
         recorder: is told of the exchanges; see `GradientBuckets`.

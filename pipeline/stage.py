@@ -120,7 +120,7 @@ class Stage:
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
-        self._casts: dict[Tensor, Tensor] = {}  # of weights, under autocast
+        self._casts: dict[tuple[Tensor, torch.dtype], Tensor] = {}  # of weights, under autocast
         by_layer = self.deliver is not None and self.recompute == NEVER
         cut = segments(list(self.module), LAYERS if by_layer else self.recompute)  # a part each
         firsts = accumulate(map(len, cut), initial=self.first_layer)

@@ -100,6 +100,11 @@ class Losses(LocalChannel):
         self, stage: Stage, loss_fn: LossFunction, targets: Sequence[Any], scale: float | Tensor
     ) -> None:
         super().__init__()
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise ValueError(
+                f"scale has {scale.numel()} numbers: one is for all micro-batches, e.g. "
+                "1 / tokens; let loss_fn multiply by others"
+            )
         # The targets are the caller's, perhaps not on the device of the outputs. All are moved
         # before anything is launched that a copy could wait for.
         to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, stage.memory))
@@ -111,10 +116,12 @@ class Losses(LocalChannel):
     def of(self, i: int, output: Any) -> Tensor:
         """The `Stage.tail` of the last stage."""
         loss = self._loss_fn(output, self._targets[i])
-        if loss.dim() > 0:
+        is_number = isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()
+        if not is_number:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn returned {tuple(loss.shape)}: one number, the sum over its micro-batch, "
-                "is needed, e.g. cross_entropy(output, target, reduction='sum')"
+                f"loss_fn returned {what}: a tensor of one real number, the sum over its "
+                "micro-batch, is needed, e.g. cross_entropy(output, target, reduction='sum')"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise RuntimeError(

@@ -267,7 +267,7 @@ class Communicator:
             return lambda: x
         memory = self._memory_of(x.device)
         if memory is None:
-            sent = x.to(self.comm_dtype or x.dtype)
+            sent = x.to((x.is_floating_point() and self.comm_dtype) or x.dtype)  # not if complex
             wait = dist.all_reduce(sent, **self._options).wait
         else:
             by_rank, wait = memory.share("sum", x)

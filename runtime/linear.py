@@ -98,9 +98,10 @@ class OneMatrix:
         return F.linear(x, w if self.transposed else w.t(), b)
 
     def dx(self, dy: Tensor, w: Tensor) -> Tensor:
-        return dy.mm(w if self.transposed else w.t())
+        return dy.mm((w if self.transposed else w.t()).conj())  # w itself, if it is real
 
     def add_dw(self, total: Tensor, x: Tensor, dy: Tensor, fresh: bool) -> None:
+        x = x.conj()
         # [N, R] x [R, K], or [K, R] x [R, N]: the shape of the weight
         add_product(total, *((dy.t(), x) if self.transposed else (x.t(), dy)), fresh)
 
@@ -173,7 +174,7 @@ class WeightsLater:
         totals: over micro-batches.
         sums: of the micro-batch.
         shared: parameters that get gradients elsewhere, too; theirs are added up in `sums` as well.
-        casts: weights in autocast's type, kept for one step, as autocast does.
+        casts: weights in autocast's types, kept for one step, as autocast does.
 
     Attributes:
         leaves: what a graph of the layers may end in.
@@ -186,7 +187,7 @@ class WeightsLater:
         totals: Gradients,
         sums: Gradients,
         shared: Collection[nn.Parameter],
-        casts: dict[Tensor, Tensor],
+        casts: dict[tuple[Tensor, torch.dtype], Tensor],
     ) -> None:
         self.leaves: dict[Tensor, None] = {**parameters}  # faster than by hashing each anew
         self.products: list[Operands] = []
@@ -204,9 +205,10 @@ class WeightsLater:
         _thread.later = self._before
 
     def cast(self, parameter: Tensor) -> Tensor:
-        if parameter not in self._casts:
-            self._casts[parameter] = narrowed(parameter.detach())
-        return self._casts[parameter]
+        key = parameter, torch.get_autocast_dtype(parameter.device.type)
+        if key not in self._casts:
+            self._casts[key] = narrowed(parameter.detach())
+        return self._casts[key]
 
     def may_note(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether x may be kept, and its dy asked for: not where a forward runs again, nor in an

@@ -95,7 +95,7 @@ def code_lines(path: Path) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 4900), ("run_pipeline", 6200), ("train", 9310)]
+    ("program", "code"), [("run_data_parallel", 4900), ("run_pipeline", 6220), ("train", 9330)]
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     """A reader pays for what a program brings in: a new capability stands in a file that the others

@@ -185,8 +185,9 @@ def find_resume(args: Options) -> Resume:
 
 def _alike(option: str, now: Any, was: Any) -> bool:
     """Whether two values of an option have the same effect. A folder or file may have moved, so its
-    name alone counts: `check_data` compares its content, and the tokenizer is the checkpoint's."""
-    if option in ("dataset", "tokenizer") and now and was:
+    name alone counts: `check_data` compares its content; tokenizer and weights are the
+    checkpoint's."""
+    if option in ("dataset", "tokenizer", "model") and now and was:
         return Path(now).absolute().name == Path(was).absolute().name
     return bool(now == was)
 

@@ -80,6 +80,16 @@ def test_what_is_unfrozen_or_replaced_later_is_refused(_rank: int, _world: int) 
 
 
 @on_ranks(2)
+def test_complex_gradients_travel_as_they_are(_rank: int, _world: int) -> None:
+    """`comm_dtype` would drop their imaginary parts."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
+    ddp = DistributedDataParallel(model, comm_dtype=torch.bfloat16)
+    ddp(torch.tensor([[1 + 1j]])).imag.sum().backward()
+    ddp.average_gradients()
+    assert model.weight.grad is not None and model.weight.grad.item() == 1 + 1j
+
+
+@on_ranks(2)
 def test_a_copy_of_what_is_inside_is_wrapped_and_averages(rank: int, world_size: int) -> None:
     ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double())
     with pytest.raises(TypeError, match=r"cannot be copied or pickled, .*: copy the model"):

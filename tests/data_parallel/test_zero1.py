@@ -100,7 +100,17 @@ def test_data_that_were_replaced_are_refused() -> None:
     sharded = zero1.ShardedOptimizer(dict(layer.named_parameters()), SGD, Communicator())
     nn.utils.vector_to_parameters(torch.ones(6), layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"^the data of a parameter were replaced, and would"):
+    with pytest.raises(RuntimeError, match=r"or its data were replaced, and would miss the upd"):
+        sharded.buckets.finish()
+
+
+def test_a_parameter_that_is_frozen_later_is_refused() -> None:
+    """Momentum would move it."""
+    layer = nn.Linear(2, 2)
+    sharded = zero1.ShardedOptimizer(dict(layer.named_parameters()), SGD, Communicator())
+    layer.bias.requires_grad_(False)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^a parameter was frozen, and would still be updated"):
         sharded.buckets.finish()
 
 

@@ -129,6 +129,22 @@ def test_autocast_reaches_the_workers() -> None:
         assert_same_bits(take_gradients(model), want)
 
 
+def test_a_weight_may_be_cast_to_two_types() -> None:
+    layer = nn.Linear(64, 64)
+
+    def twice(x: Tensor) -> Tensor:
+        results = []
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                results.append(layer(x).float())
+        return torch.cat(results)
+
+    model, x = nn.Sequential(Call(twice)), torch.randn(2, 64)
+    model[0].layer = layer
+    with Pipe(model, split_size=2) as pipe:
+        assert torch.equal(pipe(x), model(x))
+
+
 def test_autograd_grad_of_two_forwards_in_the_middle_of_a_graph() -> None:
     """Of three inputs two are computed from one leaf, and one needs no gradient; each time one of
     two outputs is used. `.grad` is left alone."""

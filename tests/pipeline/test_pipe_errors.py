@@ -180,6 +180,7 @@ def by(schedule: Any) -> Callable[[Pipe], Any]:
     return lambda pipe: pipe.train_step(X, Y, square_error, schedule)
 
 
+returns_none: Any = print
 MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (
         lambda pipe: pipe.compute([X], [(0, 0), (0, 2)]),
@@ -188,6 +189,8 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but here: 3, 4"),
     (lambda pipe: pipe((X, BatchEncoding({"x": X}))), "the batch holds a BatchEncoding, whose"),
     (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
+    (lambda pipe: pipe.train_step(X, Y, returns_none), "loss_fn returned NoneType: a tensor"),
+    (lambda pipe: pipe.train_step(X, Y, square_error, scale=Y), "scale has 12 numbers: one is for"),
     (
         lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
         r"the loss does not depend on anything that requires grad: .* a layer or loss_fn detaches "

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import continuations, parse_generate
@@ -141,6 +142,32 @@ def test_programs_start_from_a_model_of_another_kind(pairs: Path, ranks: Ranks) 
     weights.write_bytes(save(values))
     single, *others = losses_of_programs(Path("model"), ranks, "train pipeline", "train tensor")
     assert others == [pytest.approx(single, rel=SAME, nan_ok=True)] * 2
+
+
+def test_a_run_is_resumed_with_the_model_that_it_began_with(pairs: Path) -> None:
+    """Wherever that is now. Of its folder only the configuration is read again, which must still
+    be the same: another number of heads would fit the weights."""
+    sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
+    line = "train single " + TINY.replace(sizes, "--model {}/model") + "--model_max_length 24 "
+    shutil.copytree(pairs, "model")
+    finish(line.format(".") + "--n_epochs 1")
+    Path("moved").mkdir()
+    Path("model").rename("moved/model")
+    finish(line.format("moved") + "--n_epochs 1 --resume")
+    config = Path("moved/model/config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_head": 4}))
+    with pytest.raises(UserError, match=r"had different config\.json data of the same name; use"):
+        finish(line.format("moved") + "--n_epochs 2 --resume")
+
+
+def test_a_tokenizer_that_adds_spaces_is_refused(learned: Learn) -> None:
+    """A long text is tokenized in parts: each would begin with a space."""
+    _, tokenizer = load_trained(str(learned("pairs").workdir))
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    tokenizer.save_pretrained("spaces")
+    line = TINY.replace("--vocab_size 300 ", "--tokenizer spaces ")
+    with pytest.raises(UserError, match=r"^--tokenizer spaces: neither .*has add_prefix_space"):
+        parse(f"train single {line}")
 
 
 def _narrow(name: str, p: torch.Tensor) -> torch.Tensor:

@@ -69,21 +69,31 @@ def test_a_frozen_cut_matrix_costs_no_product_for_its_gradient(_rank: int, _worl
     assert bias.grad is not None and bias.grad.tolist() == [12.0] * 4
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.complex64)]
+)
 @on_ranks(2)
-def test_a_pair_of_matrices_without_biases(_rank: int, _world: int, sequence: bool) -> None:
+def test_a_pair_of_matrices_without_biases(
+    _rank: int, _world: int, sequence: bool, dtype: torch.dtype
+) -> None:
     """As Llama has them: the sum over the ranks' parts of x w v."""
     torch.manual_seed(0)
-    ranks, x = Communicator(torch.distributed.group.WORLD), torch.randn(2, 6, 8)
-    w, v = torch.randn(8, 4), torch.randn(4, 8)
+    ranks, x = Communicator(torch.distributed.group.WORLD), torch.randn(2, 6, 8, dtype=dtype)
+    w, v = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((8, 4), (4, 8)))
     w_here, v_here = (nn.Parameter(ranks.shard_of(t, d)) for t, d in ((w, 1), (v, 0)))
     first, second = (
         ColumnParallelLinear(w_here, ranks, sequence), RowParallelLinear(v_here, ranks, sequence),
     )  # fmt: skip
     wanted = x @ w @ v
+    wanted.abs().square().sum().backward()
     if sequence:
         x, wanted = (ranks.shard_of(t, 1) for t in (x, wanted))
-    torch.testing.assert_close(second(first(x)), wanted)
+    y = second(first(x))
+    y.abs().square().sum().backward()
+    torch.testing.assert_close(y, wanted)
+    for here, whole, dim in ((w_here, w, 1), (v_here, v, 0)):
+        assert whole.grad is not None
+        torch.testing.assert_close(here.grad, ranks.shard_of(whole.grad, dim))
 
 
 @on_ranks(2)

@@ -108,9 +108,10 @@ class LanguageTask(SequenceTask):
             tokens, most = chosen[split].part, getattr(args, f"n_{split}")
             n = max(0, len(tokens) - 1)  # the first token is not predicted
             if n < least:
+                shorter = ", or a smaller length" if n else ""
                 raise UserError(
                     f"--dataset {args.dataset} --model_max_length {length}: {split} has {n} "
-                    "tokens, fewer than one sequence; more text works, or a smaller length"
+                    f"tokens, fewer than one sequence; more text works{shorter}"
                 )
             if most is not None and most * length < n:
                 chosen[split] = chosen[split].of(tokens[: most * length + 1])
