@@ -4,6 +4,8 @@ tests/equivalence checks that a cut model trains as a whole one does."""
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,22 +80,23 @@ def test_a_pair_of_matrices_without_biases(
 ) -> None:
     """As Llama has them: the sum over the ranks' parts of x w v."""
     torch.manual_seed(0)
-    ranks, x = Communicator(torch.distributed.group.WORLD), torch.randn(2, 6, 8, dtype=dtype)
-    w, v = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((8, 4), (4, 8)))
+    ranks, sizes = Communicator(torch.distributed.group.WORLD), ((2, 6, 8), (8, 4), (4, 8))
+    x, w, v = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in sizes)
     w_here, v_here = (nn.Parameter(ranks.shard_of(t, d)) for t, d in ((w, 1), (v, 0)))
     first, second = (
         ColumnParallelLinear(w_here, ranks, sequence), RowParallelLinear(v_here, ranks, sequence),
     )  # fmt: skip
-    wanted = x @ w @ v
+    wanted: Any = x @ w @ v
     wanted.abs().square().sum().backward()
-    if sequence:
-        x, wanted = (ranks.shard_of(t, 1) for t in (x, wanted))
-    y = second(first(x))
+    part: Any = partial(ranks.shard_of, dim=1) if sequence else lambda t: t
+    x_here = part(x).detach().requires_grad_()
+    y = second(first(x_here))
     y.abs().square().sum().backward()
-    torch.testing.assert_close(y, wanted)
-    for here, whole, dim in ((w_here, w, 1), (v_here, v, 0)):
-        assert whole.grad is not None
-        torch.testing.assert_close(here.grad, ranks.shard_of(whole.grad, dim))
+    torch.testing.assert_close(y, part(wanted))
+    gradients: list[Any] = [t.grad for t in (x, w, v)]
+    dx, dw, dv = gradients
+    wanted = part(dx), ranks.shard_of(dw, 1), ranks.shard_of(dv, 0)
+    torch.testing.assert_close((x_here.grad, w_here.grad, v_here.grad), wanted)
 
 
 @on_ranks(2)
