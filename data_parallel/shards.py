@@ -202,7 +202,7 @@ class ShardedUnit:
             once fsdp.py has waited for it.
         trained: its slices, as the optimizer updates them.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
-            is the same.
+            is the same. Empty if it `casts_late`.
         kept: with zero 2, memory for the whole parameters; with zero 3 it is lent, unless this rank
             shares with no other.
         empty: by entry, parameters without memory: what modules hold between the passes.
@@ -226,14 +226,16 @@ class ShardedUnit:
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
         sharded = self.zero == 3 and communicator.size > 1
-        numel = unit.shard_numel if sharded else unit.numel
+        self.casts = unit.compute_dtype != unit.dtype
+        # Others read shards in memory at any time; what is sent is cast where it is gathered.
+        self.casts_late = self.casts and sharded and communicator.overlaps(self.device)
+        numel = (not self.casts_late) * (unit.shard_numel if sharded else unit.numel)
         storage = communicator.keep(numel, unit.compute_dtype, self.device)
         self.kept = None if sharded else storage
         self.published = storage if sharded else storage[unit.shard_slice(communicator.rank)]
         shard = self.published
-        self.casts = unit.compute_dtype != unit.dtype
-        if self.casts:
-            shard = torch.zeros_like(shard, dtype=unit.dtype)  # private; see `publish`
+        if self.casts:  # private; see `publish`
+            shard = torch.zeros(unit.shard_numel, dtype=unit.dtype, device=self.device)
         self.shard = nn.Parameter(shard, unit.trainable)
         self.trained = unit.trained(communicator.rank, shard) if unit.trainable else []
         self.nbytes = storage.nbytes + (shard.nbytes if self.casts else 0)  # held permanently
@@ -286,7 +288,7 @@ class ShardedUnit:
         """Call after the shard has changed: others gather the new values, and so does this rank."""
         self.free()
         self.whole, self.addresses = None, range(0)  # zero 2: gathered again, into the same memory
-        if self.casts:
+        if self.casts and not self.casts_late:
             self.published.copy_(self.shard.data)
 
     def start_gather(self) -> None:
@@ -297,7 +299,11 @@ class ShardedUnit:
                 self.whole = self.pool.take(self.unit.numel, self.unit.compute_dtype)
             begin = self.whole.data_ptr()
             self.addresses = range(begin, begin + self.whole.nbytes)
-            self.arriving = self.communicator.start_gather(self.published, self.whole)
+            shard = self.published
+            if self.casts_late:
+                shard = self.whole[self.unit.shard_slice(self.communicator.rank)]
+                shard.copy_(self.shard.data)
+            self.arriving = self.communicator.start_gather(shard, self.whole)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was started."""

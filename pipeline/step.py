@@ -116,9 +116,9 @@ class Losses(LocalChannel):
     def of(self, i: int, output: Any) -> Tensor:
         """The `Stage.tail` of the last stage."""
         loss = self._loss_fn(output, self._targets[i])
-        is_number = isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()
-        if not is_number:
-            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        is_tensor = isinstance(loss, Tensor)
+        if not is_tensor or loss.dim() > 0 or loss.is_complex():
+            what = f"{tuple(loss.shape)} {loss.dtype}" if is_tensor else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {what}: a tensor of one real number, the sum over its "
                 "micro-batch, is needed, e.g. cross_entropy(output, target, reduction='sum')"

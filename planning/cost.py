@@ -355,7 +355,9 @@ class PricedStep:
         # Some trainers keep a gradient in bf16 in addition to its sum in fp32.
         second = self.machine.second_gradient * (layout.precision == "bf16")
         states = (self.size, gradient_bytes(layout) + second, 12)
-        if self.size >= 4:  # else, in mixed precision, the fp32 weights count as the optimizer's
+        # In mixed precision the fp32 weights count as the optimizer's. Under ZeRO-3 they are the
+        # parameters, and copies of 16 bits exist only while they are gathered.
+        if self.size >= 4 or layout.zero == 3:
             weight = max(4, self.size)
             states = (weight, weight, 2 * weight)
         each = [stage.held for stage in self.stages]

@@ -55,7 +55,8 @@ def run_rank(
         if world.world_size > 1:  # all ranks go on, or none
             fingerprints = task.fingerprints()
             check_same(world, compared_values(options_of(args), fingerprints, task.model_content()))
-        resume.check_data(task.fingerprints())
+        config = task.files["config.json"]
+        world.on_main(lambda: resume.check_data_and_model(task.fingerprints(), config))
     if resume.checkpoint is None:  # else they are as in the saved run
         if args.warmup_steps is None:
             args = replace(args, warmup_steps=usual_warmup(args, task.steps_per_epoch))

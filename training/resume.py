@@ -87,11 +87,21 @@ class Resume:
         """Small files of the checkpoint. Only rank 0 sees its folder."""
         return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
 
-    def check_data(self, fingerprints: Mapping[str, str]) -> None:
-        """Raises UserError if the run that was saved had different data in one of these splits. A
-        checkpoint of an older version, which has fewer fingerprints, is compared by those."""
+    def check_data_and_model(self, fingerprints: Mapping[str, str], config: bytes) -> None:
+        """Raises UserError if the run that was saved had different data in one of these splits, or
+        a model whose config.json differs in what no shape of a weight tells: a pretrained one may
+        have changed. A checkpoint of an older version, which has fewer fingerprints, is compared
+        by those. Call it on rank 0."""
         if self.checkpoint is None:
             return
+        now, was = json.loads(config), json.loads(self.checkpoint.read("config.json"))
+        for name in ("n_head", "activation_function", "layer_norm_epsilon"):
+            if now.get(name) != was.get(name):  # None: as in every GPT-2
+                raise UserError(
+                    f"--resume: {self.checkpoint.folder.name} had a model with {name} "
+                    f"{was.get(name)}, and now it is {now.get(name)}; use the same model, or a "
+                    "different --workdir to start a new run"
+                )
         saved = self.checkpoint.state.get("examples", {})
         saved = saved if isinstance(saved, dict) else {"train": saved}
         if differ := [split for split, was in saved.items() if fingerprints.get(split) != was]:
@@ -185,7 +195,7 @@ def find_resume(args: Options) -> Resume:
 
 def _alike(option: str, now: Any, was: Any) -> bool:
     """Whether two values of an option have the same effect. A folder or file may have moved, so its
-    name alone counts: `check_data` compares its content; tokenizer and weights are the
+    name alone counts: `check_data_and_model` compares its content; tokenizer and weights are the
     checkpoint's."""
     if option in ("dataset", "tokenizer", "model") and now and was:
         return Path(now).absolute().name == Path(was).absolute().name

@@ -67,6 +67,20 @@ def test_bytes(
     assert sum(memory.nbytes for memory in lent) == layers_lent * LAYER
 
 
+@on_ranks(2)
+def test_a_shard_that_is_sent_in_16_bits_is_not_kept_in_16_bits(_: int, _world: int) -> None:
+    """In shared memory others read it there."""
+    shards = []
+    for share in (True, False):
+        with sharing(share):
+            fsdp = _make(_layers(), compute_dtype=torch.bfloat16)
+        for _again in range(3):
+            _step(fsdp)
+        assert next(iter(fsdp.held_bytes().values())) == ALL // 2 + share * ALL // 4
+        shards.append([unit.shard.detach().clone() for unit in fsdp.units])
+    assert all(torch.equal(*pair) for pair in zip(*shards, strict=True))
+
+
 class _Watch:
     """Notes starts of gathers and reductions, of units, and what a rank works on or waits for, of
     layers, in their order."""

@@ -188,7 +188,11 @@ MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
     ),
     (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but here: 3, 4"),
     (lambda pipe: pipe((X, BatchEncoding({"x": X}))), "the batch holds a BatchEncoding, whose"),
-    (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
+    (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\) torch"),
+    (
+        lambda pipe: pipe.train_step(X, Y, lambda o, t: (o - t).sum() * 1j),
+        "returned .* torch.compl",
+    ),
     (lambda pipe: pipe.train_step(X, Y, returns_none), "loss_fn returned NoneType: a tensor"),
     (lambda pipe: pipe.train_step(X, Y, square_error, scale=Y), "scale has 12 numbers: one is for"),
     (

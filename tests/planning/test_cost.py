@@ -229,11 +229,11 @@ def test_ranks_share_experts_and_send_tokens_to_them() -> None:
 
 def test_memory_is_what_can_be_counted() -> None:
     """gpt2-medium without recomputation in bf16: 2 bytes a parameter, 4 its gradient, 12 of the
-    optimizer, and what ZeRO shards of them. Under ZeRO-3 two blocks, with one's gradients, and
-    the table are gathered."""
+    optimizer, and what ZeRO shards of them. Under ZeRO-3 the parameters are in fp32, and the
+    optimizer has no others; two blocks, with one's gradients, and the table are gathered."""
     working = []
     for zero, bytes_each in (
-        (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8)),
+        (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (4 / 8, 4 / 8, 8 / 8)),
     ):  # fmt: skip
         layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
         step = PricedStep(MODEL, layout, A100)

@@ -264,14 +264,16 @@ def test_what_a_resume_may_change(made: Path) -> None:
     resume = find_resume(args)
     assert resume.checkpoint is not None
     texts, files = load_texts(args, World()), resume.files(TOKENIZER_FILES)
-    data = TranslationTask(args, World(), texts, files).fingerprints()
+    task = TranslationTask(args, World(), texts, files)
+    data, config = task.fingerprints(), task.files["config.json"]
+    check = resume.check_data_and_model
     assert [*data] == ["train", "validation", "test"]
-    resume.check_data(data)
+    check(data, config)
     for split in data:
         other = f"--resume: {NAME} had different {split} data of the same name; use "
         with pytest.raises(UserError, match=f"^{other}"):
-            resume.check_data(data | {split: "other"})
+            check(data | {split: "other"}, config)
     resume.checkpoint.state["examples"] = data["train"]  # of the version before
-    resume.check_data(data | {"test": "other"})
+    check(data | {"test": "other"}, config)
     with pytest.raises(UserError, match="had different train data"):
-        resume.check_data(data | {"train": "other"})
+        check(data | {"train": "other"}, config)

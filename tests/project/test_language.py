@@ -160,7 +160,11 @@ def test_a_given_tokenizer_is_used_as_it_is(
             made(f"{one.line} --tokenizer {forms[0]}")
 
 
-def test_what_does_not_fit_plain_text(one: Learned) -> None:
-    why = r"--model_max_length 4000: train has \d+ tokens, fewer "
+def test_what_does_not_fit_plain_text(one: Learned, tmp_path: Path) -> None:
+    why = r"--model_max_length 4000: train has \d+ tokens, fewer .*; more text works, or a smaller "
     with pytest.raises(UserError, match=why):
         made(f"{one.line} --model_max_length 4000")
+    text = tmp_path / "short.txt"
+    text.write_text("a")
+    with pytest.raises(UserError, match="train has 0 tokens, fewer .*; more text works$"):
+        made(f"{one.line} --dataset {text} --workdir {tmp_path}/short")

@@ -112,15 +112,18 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def read_tokenizer(name: str) -> Any:
-    """A tokenizer in a folder, also in GPT-2's own form, or on the hub. Raises what its readers
-    raise."""
+    """A tokenizer in a folder, also in GPT-2's own form, or on the hub. It puts no space before a
+    text: a long text is tokenized in parts. Raises what its readers raise."""
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     folder = Path(name)
     if not folder.is_dir():
         try_hub()
     of_gpt2 = (folder / "merges.txt").exists() and not (folder / TOKENIZER_FILES[0]).exists()
-    return (GPT2TokenizerFast if of_gpt2 else AutoTokenizer).from_pretrained(name)
+    tokenizer = (GPT2TokenizerFast if of_gpt2 else AutoTokenizer).from_pretrained(name)
+    if hasattr(first := tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space"):
+        first.add_prefix_space = False
+    return tokenizer
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:

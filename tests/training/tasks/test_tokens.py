@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.equivalence.problems import POSITIONS, Held, Sentences
 from tests.project.programs import TINY, full_disk, parse
@@ -34,6 +36,8 @@ from training.tasks.tokens import (
     get_tokenizer,
     ids_of,
     load_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
     tokens_of,
     write_tokens,
 )
@@ -312,6 +316,19 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     ids, lengths = tokens_of(found, tokenizer)
     assert ids.tolist() == tokenizer(text)["input_ids"]
     assert lengths.tolist() == [len(tokenizer(piece)["input_ids"]) for piece in found]
+
+
+def test_a_tokenizer_puts_no_space_before_the_parts_of_a_text(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Whatever the one that is given does."""
+    given = deepcopy(tokenizer)
+    given.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    assert given.tokenize("Ja.") == given.tokenize(" Ja.")
+    given.save_pretrained(tmp_path / "given")
+    read_tokenizer(str(tmp_path / "given")).save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(tokenizer_files(tmp_path / "saved"))
+    assert again.tokenize("Ja.") == tokenizer.tokenize("Ja.") != given.tokenize("Ja.")
 
 
 def test_a_word_may_be_as_long_as_a_genome(tokenizer: Any) -> None:
