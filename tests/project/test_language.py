@@ -166,5 +166,5 @@ def test_what_does_not_fit_plain_text(one: Learned, tmp_path: Path) -> None:
         made(f"{one.line} --model_max_length 4000")
     text = tmp_path / "short.txt"
     text.write_text("a")
-    with pytest.raises(UserError, match="train has 0 tokens, fewer .*; more text works$"):
+    with pytest.raises(UserError, match=r"train has 0 tokens, fewer .*; more text works$"):
         made(f"{one.line} --dataset {text} --workdir {tmp_path}/short")
