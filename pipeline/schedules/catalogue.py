@@ -18,13 +18,16 @@ the run's folder and checkpoints have it.
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from .chunks import dual_pipe_v, interleaved_1f1b, v_half, v_min, zb_v
 from .schedule import (
     Action,
     BuildSchedule,
+    Kind,
     Schedule,
     gpipe,
     in_order,
@@ -156,26 +159,40 @@ def validated(
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, and its actions `in_order`. `ranks[s]` has stage s."""
     if isinstance(schedule, list):
-        if others := [x for actions in schedule for x in actions if not isinstance(x, Action)]:
-            raise TypeError(
-                f"schedule has {others[0]!r} for an action: give a list of Action(kind, stage, "
-                "microbatch) for each rank, or a file with a line for each, such as F0 B0"
-            )
-        schedule = write_schedule(schedule, "lists")
+        schedule = write_schedule(_of_actions(schedule), "lists")
     if not isinstance(schedule, str) and not callable(schedule):
         raise TypeError(
             f"schedule is a {type(schedule).__name__}: give a name, e.g. '1f1b', a file, lists, or "
             "a function of the numbers of ranks and micro-batches"
         )
-    return _validated(schedule, ranks, num_microbatches)
+    edited = None
+    if isinstance(schedule, str) and schedule not in SCHEDULES and "\n" not in schedule:
+        file = Path(schedule.partition(":")[0])
+        edited = file.stat().st_mtime_ns if file.is_file() else None
+    return _validated(schedule, ranks, num_microbatches, edited)
+
+
+def _of_actions(lists: Iterable[Iterable[Any]]) -> Schedule:
+    """The lists, if they have actions; else raises TypeError."""
+    schedule = [[*actions] for actions in lists]
+    for action in (action for actions in schedule for action in actions):
+        if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
+            raise TypeError(
+                f"schedule has {action!r} for an action: give a list of Action(kind, stage, "
+                "microbatch) for each rank, or a file with a line for each, such as F0 B0"
+            )
+    return schedule
 
 
 @lru_cache(maxsize=256)  # all callers get the same lists, and only read them
 def _validated(
-    schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
+    schedule: str | BuildSchedule,
+    ranks: tuple[int, ...],
+    num_microbatches: int,
+    edited: int | None,  # noqa: ARG001 (when the file was: a part of the cache's key)
 ) -> tuple[Schedule, list[Action]]:
     num_ranks = len(set(ranks))
-    lists = find(schedule, len(ranks) // num_ranks)(num_ranks, num_microbatches)
+    lists = _of_actions(find(schedule, len(ranks) // num_ranks)(num_ranks, num_microbatches))
     if (listed := stage_ranks(lists)) != list(ranks):
         raise ValueError(
             f"the schedule has its stages on the ranks {listed}, and the pipeline on "

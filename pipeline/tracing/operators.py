@@ -36,7 +36,8 @@ class Program:
         starts: for each submodule, by name, the number of operators before its first call.
         enter: takes the first stage's input, returns the values of `inputs`. Raises ValueError if
             its structure differs from the example's, or if its sizes, or values that are no
-            tensors, would have taken a different way through `forward`.
+            tensors, would have taken a different way through `forward`; or if one of them alone
+            has None, or a tensor of booleans.
         leave: takes the values of `output`, returns what `forward` returns.
     """
 
@@ -67,7 +68,7 @@ class Program:
             for name, _ in node.meta.get("nn_module_stack", {}).values():
                 self.starts.setdefault(name.removeprefix("module."), k)
         self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
-        self.enter = _enter(pytree.tree_structure(example), traced._guards_fn)
+        self.enter = _enter(example, traced._guards_fn)
         self.leave: Callable[[Any], Any] = traced._out_spec.unflatten
 
     def uses(self, node: fx.Node) -> list[int]:
@@ -80,21 +81,52 @@ class Program:
         return [node for node in before if any(k >= position for k in self.uses(node))]
 
     def written(self) -> dict[str, list[int]]:
-        """The buffers that operators write to, with the operators that use them."""
-        nodes = set[fx.Node]()
+        """The buffers that operators write to, with the operators that use them, or views."""
+        written: dict[fx.Node, None] = {}
+        owners = {node: {node: None} for node in self.tensors}  # whose memory a value may share
         for node in self.nodes:
-            if isinstance(node.target, torch._ops.OpOverload):  # not Python's own, as getitem
-                arguments = node.target._schema.arguments
-                for value, argument in zip(node.args, arguments, strict=False):
-                    # Statistics of a batch norm are written without being declared so.
-                    if argument.is_write or argument.name.startswith("running_"):
-                        nodes.update(node for node in self.tensors if node is value)
-        return {self.tensors[node][0]: self.uses(node) for node in nodes}
+            for value, argument in _operands(node):
+                of_value = owners.get(value, {})
+                if argument is None or argument.alias_info is not None:
+                    owners[node] = owners.get(node, {}) | of_value
+                # Statistics of a batch norm are written without being declared so.
+                if argument and (argument.is_write or argument.name.startswith("running_")):
+                    written |= of_value
+        found = {}
+        for tensor in written:
+            values = [value for value, of_value in owners.items() if tensor in of_value]
+            found[self.tensors[tensor][0]] = [k for value in values for k in self.uses(value)]
+        return found
 
 
-def _enter(spec: pytree.TreeSpec, check: Callable[..., object]) -> Callable[[Any], list[Any]]:
+def _operands(node: fx.Node) -> list[tuple[Any, Any]]:
+    """What an operator takes, each with its argument in torch's schema; None: of Python's own
+    functions, such as getitem."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [(value, None) for value in node.all_input_nodes]
+    arguments = node.target._schema.arguments
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    return [(value, a) for a in arguments for value in pytree.tree_leaves(given.get(a.name))]
+
+
+def _kind(leaf: Any) -> str:
+    """What an operator may choose its way by, besides values that it checks."""
+    is_mask = isinstance(leaf, Tensor) and leaf.dtype == torch.bool
+    return "None" if leaf is None else "a tensor of booleans" if is_mask else "a value"
+
+
+def _enter(example: Any, check: Callable[..., object]) -> Callable[[Any], list[Any]]:
+    leaves, spec = pytree.tree_flatten(example)
+    kinds = [_kind(leaf) for leaf in leaves]
+
     def enter(value: Any) -> list[Any]:
         leaves = spec.flatten_up_to(value)  # the keys of a dict may be in a different order
+        for leaf, kind in zip(leaves, kinds, strict=True):
+            if _kind(leaf) != kind:
+                raise ValueError(
+                    f"an input has {_kind(leaf)} where the example had {kind}: trace an example "
+                    "like it"
+                )
         try:
             check(*leaves)
         except AssertionError as error:
@@ -128,8 +160,9 @@ class _AnyInput(nn.Module):
 
 def _lost(*_: Any) -> Any:
     raise ValueError(
-        "a trace holds only what forward computes: the backward of a torch.autograd.Function, or a "
-        "hook on a tensor, would be lost; cut the model by hand: nn.Sequential(*layers)"
+        "a trace holds only what forward computes: the backward of a torch.autograd.Function, a "
+        "hook on a tensor, or inference_mode (no_grad works) would be lost; cut the model by hand: "
+        "nn.Sequential(*layers)"
     )
 
 
@@ -139,11 +172,13 @@ def _export(module: nn.Module, example: Any) -> Any:
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
         example,
     )
+    inference = torch._C._InferenceMode  # which torch itself leaves
     with (
         symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         # every `apply` calls this, even one that was taken from its class before
         patch.object(torch.autograd.function, "_is_setup_context_defined", _lost),
         patch.object(Tensor, "register_hook", _lost),
+        patch.object(torch._C, "_InferenceMode", lambda on: _lost() if on else inference(on)),
     ):
         program = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
         return program.module()

@@ -81,7 +81,9 @@ def split(module: nn.Module, example_inputs: Any, at: Sequence[str] = ()) -> nn.
 
     Raises ValueError if there is no such submodule, or if the stages would not compute what
     `module` does: custom autograd functions, hooks on the backward, a buffer that is written to
-    and used on several stages. Torch's own errors tell what else cannot be traced.
+    and used on several stages. Torch's own errors tell what else cannot be traced. What `forward`
+    asks of its attributes that are no tensors, such as a counter, and whether gradients are
+    enabled, is fixed as it is now.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     example = pytree.tree_map_only(  # of tensors, only shapes and types count

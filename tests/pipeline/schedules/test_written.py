@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from pipeline.schedules.catalogue import (
     validated,
 )
 from pipeline.schedules.printed import as_text
-from pipeline.schedules.schedule import in_order, stage_ranks, validate
+from pipeline.schedules.schedule import Action, in_order, stage_ranks, validate
 from pipeline.schedules.written import label_of, read_schedule, write_schedule
 from tests.pipeline.schedules.drawn import drawn
 
@@ -92,10 +94,18 @@ def test_a_schedule_comes_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monk
             find(text, v)(n, m)
     with pytest.raises(ValueError, match="asked for are 2, 1 and 3: take the numbers of the sch"):
         refuse_other_sizes(lists, "my.txt", 2, 3)
-    with pytest.raises(
-        TypeError, match=r"schedule has 'F0' for an action: give a list of Action\("
-    ):
-        validated([["F0", "B0"]], (0,), 1)  # type: ignore[list-item]
+    no_actions: Any = [["F0", "B0"]]
+    no_kind: Any = [[Action("F", 0, 0)]]  # type: ignore[arg-type]
+    said = r"schedule has ('F0'|Action.*) for an action: give a list of Action\("
+    for wrong in (no_actions, lambda *_: no_actions, no_kind, lambda *_: no_kind):
+        with pytest.raises(TypeError, match=said):
+            validated(wrong, (0,), 1)
+    once: Any = lambda n, m: iter(find("zb")(n, m))  # noqa: E731
+    assert validated(once, (0, 1), 4) == (lists, in_order(lists))
+    other = find("gpipe")(2, 4)
+    Path("my.txt").write_text(write_schedule(other, "mine"), "utf-8")
+    os.utime("my.txt", ns=(1, 1))  # edited since; a clock may be coarse
+    assert validated("my.txt", (0, 1), 4) == (other, in_order(other))
     Path("mark.txt").write_text(text, "utf-8-sig")  # with a byte order mark
     assert load("mark.txt") == lists
     Path("wrong.py").write_text("def nothing(n, m): pass\ndef one(n): pass\n", "utf-8")

@@ -225,6 +225,7 @@ class TwoNorms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.norm.num_batches_tracked = None  # what is left is written without a declaration
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.a(self.norm(x)))
@@ -242,14 +243,53 @@ class Counts(nn.Module):
         return x * self.calls
 
 
-LOST = r"the backward of a torch.autograd.Function, or a hook on a tensor, would be lost"
+class Writes(nn.Module):
+    """The first stage writes to a buffer, or to a view of it, and the second uses it."""
+
+    count: Tensor
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 4), nn.Linear(4, 4), write
+        self.register_buffer("count", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.write(self.count)
+        return self.b(h) * self.count
+
+
+def add_in_place(count: Tensor) -> None:
+    count += 1
+
+
+WRITES: list[Callable[[Tensor], Any]] = [
+    add_in_place,
+    lambda count: count[:2].add_(1),
+    lambda count: count.detach().view(2, 2)[0].copy_(torch.zeros(2)),
+    lambda count: torch.add(count, 1, out=count),
+    lambda count: torch._foreach_add_([count], 1),
+]
+
+
+def in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+LOST = r"the backward of a torch.autograd.Function, a hook on a tensor, or inference_mode .* lost"
 UNTRACED: list[tuple[Callable[[], nn.Module], list[str], str]] = [
     (Counts, [], "it replaces the buffer calls: write to it"),
     (Short, ["c"], "at=c: forward calls no such submodule, but a, b"),
     (lambda: nn.Sequential(Call(Reverse.apply)), [], LOST),
     (lambda: nn.Sequential(nn.Linear(4, 4), Call(hook_in_forward)), [], LOST),
     (lambda: nn.Sequential(*hooked()), [], r"1.0 \(Linear\) has a hook on its backward"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), Call(in_inference_mode)), [], LOST),
     (TwoNorms, ["a"], "buffer norm.running_.* is written to and used on several"),
+    *(
+        (partial(Writes, write), ["b"], "buffer count is written to and used on several")
+        for write in WRITES
+    ),
 ]
 
 
@@ -285,6 +325,8 @@ def test_inputs_must_answer_as_the_example_did_and_a_copy_is_a_stage_of_its_own(
     for given, said in (
         ({"x": noise(5, 4), "times": 3}, r"value\['x'\]\.size\(\)\[0\] <"),
         ({"x": noise(2, 4), "times": 2}, r"value\['times'\] == 3"),
+        ({"x": noise(2, 4), "times": None}, "has None where the example had a value"),
+        ({"x": noise(2, 4) > 0, "times": 3}, "has a tensor of booleans where the example had a va"),
         (noise(2, 4), "Node type mismatch"),
     ):
         with pytest.raises(ValueError, match=said):
