@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -138,8 +139,7 @@ def counts_of(line: str, ranks: Ranks | None, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Prints a line per layout."""
     start_server()
-    ranks = Ranks(2)
-    with tempfile.TemporaryDirectory() as folder:
+    with closing(Ranks(2)) as ranks, tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for name, line in LAYOUTS.items():
             counts = counts_of(line, None if name == "threads" else ranks, Path(folder))
@@ -150,7 +150,6 @@ def main() -> None:
             )
             if "-v" in sys.argv:
                 show("   " + "\n   ".join([*files, *stored]))
-    ranks.close()
 
 
 if __name__ == "__main__":
