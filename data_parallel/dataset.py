@@ -111,8 +111,8 @@ def partition_dataset(
         collate_fn: makes a batch from a list of examples.
         seed: of the shuffle.
         by_length: sort each global batch by length before dealing, so that all ranks get similar
-            examples: `dataset.sizes(its indices)` returns the lengths, and something else. By
-            default the batch stays shuffled.
+            examples. The dataset has a method `sizes` of indices, which returns the examples'
+            lengths and something else. By default the batch stays shuffled.
         start: the number of the first batch, for a resumed run.
 
     A rank without an example in the last, smaller batch has one batch less.

@@ -202,7 +202,9 @@ class ShardedUnit:
             once fsdp.py has waited for it.
         trained: its slices, as the optimizer updates them.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
-            is the same. Empty if it `casts_late`.
+            is the same. Empty if `casts_late`.
+        casts, casts_late: whether `compute_dtype` is another type; and whether the shard is cast
+            for each gather, and not once after an update.
         kept: with zero 2, memory for the whole parameters; with zero 3 it is lent, unless this rank
             shares with no other.
         empty: by entry, parameters without memory: what modules hold between the passes.
@@ -227,9 +229,10 @@ class ShardedUnit:
         self._gradients: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # and of its gaps
         sharded = self.zero == 3 and communicator.size > 1
         self.casts = unit.compute_dtype != unit.dtype
-        # Others read shards in memory at any time; what is sent is cast where it is gathered.
+        # In shared memory others may read the shard at any time, so it stays; what a group sends is
+        # cast anew for each gather, in the place where it is gathered.
         self.casts_late = self.casts and sharded and communicator.overlaps(self.device)
-        numel = (not self.casts_late) * (unit.shard_numel if sharded else unit.numel)
+        numel = 0 if self.casts_late else unit.shard_numel if sharded else unit.numel
         storage = communicator.keep(numel, unit.compute_dtype, self.device)
         self.kept = None if sharded else storage
         self.published = storage if sharded else storage[unit.shard_slice(communicator.rank)]

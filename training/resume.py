@@ -96,11 +96,11 @@ class Resume:
             return
         now, was = json.loads(config), json.loads(self.checkpoint.read("config.json"))
         for name in ("n_head", "activation_function", "layer_norm_epsilon"):
-            if now.get(name) != was.get(name):  # None: as in every GPT-2
+            if name in was and now.get(name) != was[name]:  # VGG16 has none of them
                 raise UserError(
-                    f"--resume: {self.checkpoint.folder.name} had a model with {name} "
-                    f"{was.get(name)}, and now it is {now.get(name)}; use the same model, or a "
-                    "different --workdir to start a new run"
+                    f"--resume: {self.checkpoint.folder.name} had a model with {name} {was[name]}, "
+                    f"and now it is {now.get(name)}; use the same model, or a different --workdir "
+                    "to start a new run"
                 )
         saved = self.checkpoint.state.get("examples", {})
         saved = saved if isinstance(saved, dict) else {"train": saved}

@@ -173,7 +173,7 @@ def validated(
 
 
 def _of_actions(lists: Iterable[Iterable[Any]]) -> Schedule:
-    """The lists, if they have actions; else raises TypeError."""
+    """The same as lists of actions. Raises TypeError if something else is among them."""
     schedule = [[*actions] for actions in lists]
     for action in (action for actions in schedule for action in actions):
         if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
@@ -189,7 +189,7 @@ def _validated(
     schedule: str | BuildSchedule,
     ranks: tuple[int, ...],
     num_microbatches: int,
-    edited: int | None,  # noqa: ARG001 (when the file was: a part of the cache's key)
+    edited: int | None,  # noqa: ARG001 (when the schedule's file was: a part of the cache's key)
 ) -> tuple[Schedule, list[Action]]:
     num_ranks = len(set(ranks))
     lists = _of_actions(find(schedule, len(ranks) // num_ranks)(num_ranks, num_microbatches))

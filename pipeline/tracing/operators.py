@@ -7,7 +7,8 @@ cannot be traced: torch's error names its line.
 
 Not public: `_guards_fn`, which checks the conditions of torch.export;
 `backed_size_oblivious`, without which torch assumes that a size that may be 1 never is; and
-`_is_setup_context_defined`, which tells of a call of an autograd function.
+`_is_setup_context_defined`, which tells of a call of an autograd function; and `_InferenceMode`, of
+a use of `inference_mode`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Program:
         starts: for each submodule, by name, the number of operators before its first call.
         enter: takes the first stage's input, returns the values of `inputs`. Raises ValueError if
             its structure differs from the example's, or if its sizes, or values that are no
-            tensors, would have taken a different way through `forward`; or if one of them alone
-            has None, or a tensor of booleans.
+            tensors, would have taken a different way through `forward`; or if the input has None,
+            or a tensor of booleans, where the example had something else, or the reverse.
         leave: takes the values of `output`, returns what `forward` returns.
     """
 
@@ -110,7 +111,8 @@ def _operands(node: fx.Node) -> list[tuple[Any, Any]]:
 
 
 def _kind(leaf: Any) -> str:
-    """What an operator may choose its way by, besides values that it checks."""
+    """What of an input decides by which operators `forward` computes, though no condition of
+    torch's checks it."""
     is_mask = isinstance(leaf, Tensor) and leaf.dtype == torch.bool
     return "None" if leaf is None else "a tensor of booleans" if is_mask else "a value"
 
@@ -172,7 +174,7 @@ def _export(module: nn.Module, example: Any) -> Any:
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
         example,
     )
-    inference = torch._C._InferenceMode  # which torch itself leaves
+    inference = torch._C._InferenceMode  # torch itself calls it with False, to leave the mode
     with (
         symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         # every `apply` calls this, even one that was taken from its class before
